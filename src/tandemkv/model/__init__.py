@@ -1,0 +1,1 @@
+"""Models: the target behind transformers, drafters, attention over pages, sampling, verification."""
