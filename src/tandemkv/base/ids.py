@@ -12,9 +12,9 @@ GroupId = NewType("GroupId", int)
 PageId = NewType("PageId", int)
 """Index of a physical page in one group's pool."""
 SeqId = NewType("SeqId", int)
-"""Identity of one held sequence; never reused, so a late result cannot land in another sequence."""
+"""Identity of one held sequence; never reused, so a late result lands in no other sequence."""
 RequestId = NewType("RequestId", str)
-"""A client's request; may live through several sequences (suspension ends one, resumption opens one)."""
+"""A client's request; suspension ends its sequence, resumption opens a new one."""
 
 NO_PAGE = PageId(-1)
 """Page-table entry of a slot range that the sequence does not hold. Never an address."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 from tandemkv.base.errors import InvariantError
 
@@ -122,9 +123,9 @@ class SpanSet:
         return sum(self._stops) - sum(self._starts)
 
     def check(self) -> None:
-        """Raise InvariantError unless the spans are sorted, non-empty, disjoint and not touching."""
+        """Raise InvariantError unless the spans are sorted, non-empty and do not touch."""
         flat = [x for pair in zip(self._starts, self._stops, strict=True) for x in pair]
-        if any(b <= a for a, b in zip(flat, flat[1:], strict=False)):
+        if any(b <= a for a, b in pairwise(flat)):
             raise InvariantError(f"spans are not sorted and disjoint: {list(self)}")
 
     def __iter__(self) -> Iterator[Span]:

@@ -137,5 +137,5 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lookahead(self) -> int:
-        """The largest lookahead of any group: how many tokens before a claim's end a pass starts."""
+        """The largest lookahead of any group: how far before a claim's end a pass starts."""
         return max(g.lookahead for g in self.groups)

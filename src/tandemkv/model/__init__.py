@@ -1,1 +1,1 @@
-"""Models: the target behind transformers, drafters, attention over pages, sampling, verification."""
+"""Models: the target behind transformers, drafters, paged attention, sampling, verification."""

@@ -85,7 +85,7 @@ class Drafts:
     """What a run proposed, a list entry per segment.
 
     tokens: up to num_drafts target-vocabulary ids. probs: [len(tokens), V] float, the distribution
-    each draft was really sampled from; None when drafts were chosen greedily or looked up (one-hot).
+    each draft was really sampled from; None when they were argmaxes or looked up (one-hot).
     gaps: smallest difference between the best two draft logits over the proposal (inf if none).
     """
 
@@ -104,7 +104,7 @@ class Drafter(ABC):
         """The drafter's layer groups; empty when it holds no KV."""
 
     def bind(self, pools: Sequence[KVPool]) -> None:
-        """Hand over the pools of its layer groups, in the order of layer_groups(). Default: none."""
+        """Hand over the pools of its layer groups, in the order of layer_groups()."""
         if pools:
             raise ValueError(f"{self.spec.method} holds no KV but was given {len(pools)} pools")
 
