@@ -33,13 +33,8 @@ class Storage:
 
     def copy(self, copies: Iterable[PageCopy]) -> None:
         """Run whole-page copies; sources are pinned by the cache until this is done."""
-        by_group: dict[GroupId, tuple[list[int], list[int]]] = {}
         for copy in copies:
-            src, dst = by_group.setdefault(copy.group, ([], []))
-            src.append(copy.src)
-            dst.append(copy.dst)
-        for group, (src, dst) in by_group.items():
-            self.pools[group].copy(src, dst)
+            self.pools[copy.group].copy(copy.src, copy.dst)
 
     def freed(self, freed: Sequence[Sequence[PageId]]) -> None:
         """Pages that no one holds any more, per group; poisoned in debug mode."""
