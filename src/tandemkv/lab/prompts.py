@@ -8,6 +8,7 @@ turns a conversation into ids with the tokenizer it is given.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from importlib.resources import files
 from itertools import islice
@@ -50,6 +51,11 @@ def load(name: str, limit: int | None = None) -> list[Conversation]:
     found = [_parse(f"{name}, line {i}", i, line) for i, line in islice(lines, limit)]
     if not found:
         raise ConfigError(f"--prompts {name}: no conversation in it")
+    seen: Counter[str] = Counter()
+    for i, conversation in enumerate(found):
+        seen[conversation.id] += 1
+        if (count := seen[conversation.id]) > 1:
+            found[i] = msgspec.structs.replace(conversation, id=f"{conversation.id}#{count}")
     return found
 
 
@@ -143,33 +149,47 @@ class PromptTokens:
 
     def first(self, conversation: Conversation) -> list[int]:
         """The first turn's prompt."""
-        return self._encode(self._render(list(conversation.opening), answer=True))
+        return self.opening(conversation.opening)
+
+    def opening(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """The prompt of messages that end with a user's."""
+        return self._encode(self._render(messages))
 
     def second(
         self, conversation: Conversation, prompt: Sequence[int], output: Sequence[int]
     ) -> list[int] | None:
-        """The first turn's prompt, its output and the next user message; None without one.
+        """The first turn's prompt, its output and the next user message; None without one."""
+        if not conversation.follow_ups:
+            return None
+        return self.extend(conversation.opening, conversation.follow_ups[0], prompt, output)
+
+    def extend(
+        self,
+        messages: Sequence[dict[str, str]],
+        text: str,
+        prompt: Sequence[int],
+        output: Sequence[int],
+    ) -> list[int]:
+        """The prompt of `messages`, its output, and a user's next message, as one prompt.
 
         The output's ids are kept as generated (text would not always come back as the same ids),
         less a closing end-of-turn token, which the template writes itself.
         """
-        if not conversation.follow_ups:
-            return None
-        messages = [
-            *conversation.opening,
+        whole = [
+            *messages,
             {"role": "assistant", "content": _SENTINEL},
-            {"role": "user", "content": conversation.follow_ups[0]},
+            {"role": "user", "content": text},
         ]
-        rest = self._render(messages, answer=True).rpartition(_SENTINEL)[2]
+        rest = self._render(whole).rpartition(_SENTINEL)[2]
         answer = list(output)
         if answer and answer[-1] in self._eos:
             answer.pop()
         return [*prompt, *answer, *self._encode(rest)]
 
-    def _render(self, messages: list[dict[str, str]], *, answer: bool) -> str:
+    def _render(self, messages: Sequence[dict[str, str]]) -> str:
         if getattr(self._tokenizer, "chat_template", None):
             return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=answer
+                list(messages), tokenize=False, add_generation_prompt=True
             )
         return "\n\n".join(m["content"] for m in messages) + "\n\n"
 

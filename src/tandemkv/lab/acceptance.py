@@ -1,0 +1,215 @@
+"""The acceptance experiment: the same conversations on every path, and what each path loses.
+
+    cold         every prompt in an empty cache            the reference of warm and resumed
+    warm         the same prompts again
+    second_turn  turn 1, its output, the next message      against a cold run of that whole prompt
+    resumed      suspended on the way, several times, and resumed
+    warm_rows_withheld   warm, the draft rows of reused blocks taken away (a seeded fault)
+
+Law: a path is compared with a cold run of the same token ids, and outputs with the target run
+without a drafter, all in one process and one command. Faults act in the cache, never here. This
+module renders nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tandemkv.base.config import EngineConfig
+from tandemkv.base.errors import ConfigError
+from tandemkv.lab import prompts
+from tandemkv.lab.experiments import Job, Run, run
+from tandemkv.lab.rows import Counters, Row, make_row
+
+if TYPE_CHECKING:
+    from tandemkv.engine.engine import Engine
+    from tandemkv.lab.prompts import PromptTokens
+
+PATHS = ("cold", "warm", "second_turn", "resumed")
+WITHHELD = "warm_rows_withheld"
+ROW_FAULT = "withhold_draft_rows"
+DRAFTERS = ("eagle3", "draft_model", "ngram")
+
+
+class LabOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run. engine: its options; drafters: methods; cut_loops: the presets' protocol.
+
+    plain: also run without a drafter (output equality and speed). show_loss: add the row with the
+    draft rows of reused blocks withheld.
+    """
+
+    engine: EngineConfig
+    drafters: tuple[str, ...]
+    paths: tuple[str, ...] = PATHS
+    prompts: str = "bundled"
+    limit: int | None = None
+    max_tokens: int = 64
+    cut_loops: bool = False
+    plain: bool = True
+    show_loss: bool = False
+
+
+class Progress:
+    """Where the experiment stands; the base class keeps silent."""
+
+    def phase(self, name: str, tokens: int) -> None:
+        """A phase begins that emits at most `tokens`."""
+
+    def advance(self, tokens: int) -> None:
+        """That many more were emitted."""
+
+
+class Experiment:
+    """Runs the phases in order; `rows` holds what is finished, also after an interruption."""
+
+    def __init__(self, options: LabOptions, progress: Progress | None = None) -> None:
+        self.options = options
+        self.progress = progress or Progress()
+        self.rows: list[Row] = []
+        self.resolved: dict[str, Any] = {}
+        self._conversations = prompts.load(options.prompts, options.limit)
+        self._plain: dict[str, Run] = {}
+        self._turns: dict[str, list[Job]] = {}
+
+    def run(self) -> list[Row]:
+        """Every drafter on every path. KeyboardInterrupt passes through, `rows` stay."""
+        options = self.options
+        if options.plain:
+            self._run_plain(_engine(options.engine, "none"))
+        for drafter in options.drafters:
+            cold = self._run_paths(_engine(options.engine, drafter), drafter)
+            if options.show_loss and drafter != "ngram":  # which has no rows
+                config = msgspec.structs.replace(options.engine, faults=(ROW_FAULT,))
+                self._run_withheld(_engine(config, drafter), drafter, cold)
+        return self.rows
+
+    @property
+    def judged(self) -> bool:
+        """Whether every engine ran in float32, where parity is exact but for ties."""
+        return all(values["dtype"] == "float32" for values in self.resolved.values())
+
+    def _run_plain(self, engine: Engine) -> None:
+        first = self._first_turns(engine)
+        self._plain["first"] = self._cold(engine, "plain", first)
+        if "second_turn" in self.options.paths:
+            second = self._second_turns(engine, self._plain["first"])
+            self._plain["second"] = self._cold(engine, "plain, second turn", second)
+
+    def _run_paths(self, engine: Engine, drafter: str) -> Run:
+        """The paths asked for, in the order in which each finds what it needs in the cache."""
+        wanted = self.options.paths
+        choices = engine.resolved.choices
+        self.resolved[drafter] = {name: choice.value for name, choice in choices.items()}
+        first = self._first_turns(engine)
+        before = counters(engine)
+        cold = self._cold(engine, "cold", first)
+        if "cold" in wanted:
+            self._report(engine, drafter, "cold", cold, cold, "first", before)
+        if "warm" in wanted:
+            before = counters(engine)
+            warm = self._phase(engine, "warm", first)
+            self._report(engine, drafter, "warm", warm, cold, "first", before)
+        if "second_turn" in wanted:
+            second = self._second_turns(engine, cold)
+            before = counters(engine)
+            turn = self._phase(engine, "second turn", second)
+            after = counters(engine)
+            reference = self._cold(engine, "second turn, cold", second)
+            self._report(engine, drafter, "second_turn", turn, reference, "second", before, after)
+        if "resumed" in wanted:
+            engine.reset_cache()
+            before = counters(engine)
+            resumed = self._phase(engine, "resumed", first, suspend=True)
+            self._report(engine, drafter, "resumed", resumed, cold, "first", before)
+        return cold
+
+    def _run_withheld(self, engine: Engine, drafter: str, cold: Run) -> None:
+        first = self._first_turns(engine)
+        fill = [Job(job.id, job.prompt, 1) for job in first]
+        engine.reset_cache()
+        self._phase(engine, "filling the cache", fill)
+        before = counters(engine)
+        withheld = self._phase(engine, "warm, rows withheld", first)
+        self._report(engine, drafter, WITHHELD, withheld, cold, "first", before)
+
+    def _cold(self, engine: Engine, name: str, jobs: list[Job]) -> Run:
+        engine.reset_cache()
+        return self._phase(engine, name, jobs)
+
+    def _phase(self, engine: Engine, name: str, jobs: list[Job], *, suspend: bool = False) -> Run:
+        drafter = engine.drafter.spec.method if engine.drafter else "no drafter"
+        self.progress.phase(f"{drafter}: {name}", sum(job.max_tokens for job in jobs))
+        return run(engine, jobs, suspend=suspend, keep_rows=True, on_tokens=self.progress.advance)
+
+    def _first_turns(self, engine: Engine) -> list[Job]:
+        if "first" not in self._turns:
+            encode = _encoder(engine).first
+            jobs = [
+                Job(c.id, tuple(encode(c)), self.options.max_tokens) for c in self._conversations
+            ]
+            self._turns["first"] = jobs
+        return self._turns["first"]
+
+    def _second_turns(self, engine: Engine, first: Run) -> list[Job]:
+        """Second prompts from the first turn's outputs; kept, so that all drafters get the same."""
+        if "second" not in self._turns:
+            encode = _encoder(engine).second
+            jobs: list[Job] = []
+            for conversation, trace in zip(self._conversations, first.traces, strict=True):
+                prompt = encode(conversation, trace.prompt, trace.output)
+                if prompt is not None:
+                    jobs.append(Job(conversation.id, tuple(prompt), self.options.max_tokens))
+            if not jobs:
+                name = self.options.prompts
+                raise ConfigError(f"--paths second_turn: no second turns in --prompts {name}")
+            self._turns["second"] = jobs
+        return self._turns["second"]
+
+    def _report(
+        self,
+        engine: Engine,
+        drafter: str,
+        path: str,
+        done: Run,
+        cold: Run,
+        turn: str,
+        before: Counters,
+        after: Counters | None = None,
+    ) -> None:
+        self.rows.append(
+            make_row(
+                drafter,
+                path,
+                done,
+                cold,
+                self._plain.get(turn),
+                (after or counters(engine)) - before,
+                cut_loops=self.options.cut_loops,
+                fault=", ".join(engine.config.faults) or None,
+            )
+        )
+
+
+def _engine(config: EngineConfig, drafter: str) -> Engine:
+    """An engine with this drafter, tracing. Torch is imported here and not before."""
+    from tandemkv.engine.engine import Engine
+
+    if drafter == "none":
+        config = msgspec.structs.replace(config, drafter_path=None, num_draft_tokens=None)
+    return Engine.from_config(msgspec.structs.replace(config, drafter=drafter, trace=True))
+
+
+def _encoder(engine: Engine) -> PromptTokens:
+    return prompts.PromptTokens(engine.tokenizer, engine.target.spec.eos_token_ids)
+
+
+def counters(engine: Engine) -> Counters:
+    """The cache's counters now."""
+    stats = engine.kv.stats
+    return Counters(
+        draft_hit_tokens=sum(stats.draft_hit_tokens.values()),
+        draft_gap_tokens=sum(stats.draft_gap_tokens.values()),
+        recomputed_target_tokens=stats.recomputed_target_tokens,
+    )

@@ -1,0 +1,210 @@
+"""The lab's report: a table to read, sentences that say what it shows, a JSON file, a verdict.
+
+Law: it shows the rows as they are; no number is computed here. Nothing is dropped: what a path
+lacks is printed as "-".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from tandemkv.lab.acceptance import WITHHELD, Progress
+from tandemkv.lab.provenance import SCHEMA, provenance
+from tandemkv.lab.rows import MIN_STEPS, Row, failures
+
+_NAMES = {"second_turn": "second turn", WITHHELD: "warm, rows withheld"}
+MIN_WIDTH = 112
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console as wide as the table needs, where the output is not a terminal."""
+    found = Console(stderr=stderr)
+    return found if found.is_terminal else Console(stderr=stderr, width=MIN_WIDTH)
+
+
+def path_name(path: str) -> str:
+    """A path as a reader reads it."""
+    return _NAMES.get(path, path)
+
+
+def acceptance_table(rows: Sequence[Row]) -> Table:
+    """How well each path drafts, and how fast it runs."""
+    table = Table(box=SIMPLE_HEAD, title="Acceptance by path", title_justify="left")
+    table.add_column("drafter")
+    table.add_column("path")
+    for name in (
+        "AL",
+        "95 %",
+        "of cold",
+        "same drafts",
+        "ties",
+        "steps",
+        "output",
+        "tok/s",
+        "plain",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        low, high = row.al_interval
+        table.add_row(
+            row.drafter,
+            path_name(row.path),
+            f"{row.al:.2f}",
+            f"{low:.2f}-{high:.2f}",
+            _number(row.al_ratio_to_cold, ".3f"),
+            f"{row.steps_equal}/{row.steps_compared}",
+            str(row.ties),
+            str(row.steps),
+            _output(row),
+            f"{row.tokens_per_s:.1f}",
+            _number(row.tokens_per_s_plain, ".1f"),
+            style="yellow" if row.fault else None,
+        )
+    return table
+
+
+def cache_table(rows: Sequence[Row]) -> Table:
+    """Where the drafter's rows came from, and which drafts were accepted."""
+    table = Table(box=SIMPLE_HEAD, title="Draft rows, and acceptance by position")
+    table.title_justify = "left"
+    table.add_column("drafter")
+    table.add_column("path")
+    for name in ("cached", "draft hit", "draft gap", "recomputed", "row error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("accepted at 1, 2, ...")
+    for row in rows:
+        table.add_row(
+            row.drafter,
+            path_name(row.path),
+            str(row.cached_tokens),
+            str(row.draft_hit_tokens),
+            str(row.draft_gap_tokens),
+            str(row.recomputed_target_tokens),
+            _number(row.draft_row_error, ".0e"),
+            " ".join(f"{share:.2f}" for share in row.acceptance_by_position) or "-",
+            style="yellow" if row.fault else None,
+        )
+    return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _output(row: Row) -> str:
+    if row.output_equal is None:
+        return "-"
+    if row.output_equal:
+        return "equal"
+    if not row.output_different:
+        return f"{row.output_near_ties} near ties"
+    return f"{row.output_different} differ"
+
+
+def sentences(rows: Sequence[Row]) -> list[str]:
+    """What the tables show, in words."""
+    out: list[str] = []
+    by_key = {(row.drafter, row.path): row for row in rows}
+    for (drafter, path), row in by_key.items():
+        warm = by_key.get((drafter, "warm"))
+        if path == WITHHELD and warm is not None:
+            out.append(_loss(warm, row))
+        elif path == "cold" and row.tokens_per_s_plain:
+            ratio = row.tokens_per_s / row.tokens_per_s_plain
+            out.append(f"With {drafter} the cold run is {ratio:.2f} times as fast as without.")
+        elif row.fault:
+            out.append(
+                f"With the fault {row.fault}, {drafter} drafts at"
+                f" {_number(row.al_ratio_to_cold, '.1%')} of the cold AL on path {path_name(path)}."
+            )
+    return out
+
+
+def _loss(warm: Row, withheld: Row) -> str:
+    same = " while the text stays the same" if withheld.output_equal else ""
+    return (
+        f"Take the drafter's rows of the reused prompt away, as a cache that forgets the drafter"
+        f" does, and {warm.drafter}'s acceptance length falls from {warm.al:.2f} to"
+        f" {withheld.al:.2f}{same}: only the speed shows it."
+    )
+
+
+def verdict(rows: Sequence[Row], *, judged: bool = True) -> tuple[bool, str]:
+    """Whether parity held, and one line that says so or names the first path that broke it."""
+    problems = failures(rows)
+    if not judged:
+        return (
+            True,
+            "Parity is judged in float32 alone: rounding may turn drafts at lower precision.",
+        )
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        return False, f"parity broken: {problems[0]}{more}"
+    checked = [row for row in rows if row.fault is None and row.path != "cold"]
+    if not checked:
+        return True, "No path was compared with a cold run."
+    steps = sum(row.steps_compared for row in checked)
+    ties = sum(row.ties for row in checked)
+    note = "" if steps >= MIN_STEPS else f"; a full check takes {MIN_STEPS} steps"
+    return True, f"Parity held on {len(checked)} paths, {steps} steps and {ties} ties{note}."
+
+
+def document(
+    rows: Sequence[Row], *, options: Any, resolved: Any, interrupted: bool = False
+) -> dict[str, Any]:
+    """The JSON file's content."""
+    origin = provenance(options=msgspec.to_builtins(options), resolved=resolved)
+    if interrupted:
+        origin["interrupted"] = True
+    return {
+        "schema": SCHEMA,
+        "provenance": origin,
+        "rows": [msgspec.to_builtins(row) for row in rows],
+    }
+
+
+class BarProgress(Progress):
+    """A bar per phase on stderr; nothing where stderr is not a terminal but a line per phase."""
+
+    def __init__(self, on: Console) -> None:
+        self._console = on
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("tokens"),
+            TimeElapsedColumn(),
+            console=on,
+            disable=not on.is_terminal,
+        )
+        self._task: Any = None
+
+    def __enter__(self) -> BarProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def phase(self, name: str, tokens: int) -> None:
+        self._finish()
+        if not self._console.is_terminal:
+            self._console.print(f"{name}, up to {tokens} tokens", highlight=False)
+        self._task = self._bar.add_task(name, total=tokens)
+
+    def advance(self, tokens: int) -> None:
+        self._bar.advance(self._task, tokens)
+
+    def _finish(self) -> None:
+        """Texts that stopped early leave a bar short of its total: set it to what was emitted."""
+        if self._task is not None:
+            done = self._bar.tasks[self._task].completed
+            self._bar.update(self._task, total=done)
