@@ -1,0 +1,138 @@
+"""The drafter's output head: from a normalised hidden state to drafted tokens and what they cost.
+
+Law: the probabilities returned are exactly those a draft was sampled from, spread over the target's
+vocabulary; greedy drafts and their gaps come from full-precision logits. This module keeps no state
+between calls and accepts nothing: verification does.
+
+On a CPU a draft step is bound by reading the head, so an int8 copy screens the vocabulary and the
+best candidates are scored again with the real rows: the argmax of the real head at a quarter of the
+bytes. Elsewhere the real head is read whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandemkv.base.sampling import SamplingParams
+from tandemkv.model.eagle3_checkpoint import quantised
+from tandemkv.model.sampling import (
+    Purpose,
+    draft_distribution,
+    is_deterministic,
+    sample,
+    uniform,
+)
+
+NUM_GREEDY = 16
+"""Screened candidates scored again for a greedy draft (the best two matter)."""
+NUM_SAMPLED = 256
+"""Screened candidates scored again for a sampled draft; the rest keep their screened logits."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One draft step of P rows: token ids [P] on the device, and per row q [V] or None, and gap."""
+
+    tokens: Tensor
+    probs: list[Tensor | None]
+    gaps: Tensor
+
+
+class DraftHead:
+    """weight [V_draft, d]; ids [V_draft]: target ids of its rows, None if the vocabularies agree.
+
+    vocab_size: of the target. screen: use the int8 screen (default: on a CPU, for vocabularies
+    large enough to gain from it).
+    """
+
+    def __init__(
+        self, weight: Tensor, ids: Tensor | None, vocab_size: int, *, screen: bool | None = None
+    ) -> None:
+        self.weight = weight
+        self.ids = None if ids is None else ids.to(weight.device)
+        self.vocab_size = vocab_size
+        wanted = weight.device.type == "cpu" and len(weight) >= 4096 if screen is None else screen
+        self._screen: tuple[Tensor, Tensor] | None = None
+        if wanted and hasattr(torch, "_weight_int8pack_mm"):
+            values, scale = quantised(weight)
+            self._screen = (values, scale.bfloat16())
+
+    def choose(
+        self,
+        hidden: Tensor,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        positions: Sequence[int],
+        anchors: Sequence[int],
+    ) -> Choice:
+        """Draft one token per row. hidden [P, d]; positions: of the drafted tokens.
+
+        anchors: positions of the steps' anchors, which key the uniforms.
+        """
+        greedy = [is_deterministic(p) for p in params]
+        if all(greedy):
+            best, gaps = self._best(hidden)
+            return Choice(self._target_ids(best), [None] * len(greedy), gaps)
+        logits = self.logits(hidden, NUM_SAMPLED)
+        top = logits.topk(min(2, logits.shape[-1]))
+        rows, probs = top.indices[:, 0].tolist(), [None] * len(greedy)
+        for i, fixed in enumerate(greedy):
+            if not fixed:
+                q = draft_distribution(logits[i : i + 1], params[i])[0]
+                rows[i] = sample(q, uniform(seeds[i], positions[i], Purpose.DRAFT, anchors[i]))
+                probs[i] = self._spread(q)
+        tokens = torch.tensor(rows, device=logits.device)
+        return Choice(self._target_ids(tokens), probs, _gaps(top.values))
+
+    def logits(self, hidden: Tensor, num_exact: int) -> Tensor:
+        """[P, d] to [P, V_draft] float32; under a screen only the num_exact best are exact."""
+        if self._screen is None:
+            return F.linear(hidden, self.weight).float()
+        screened = self._screened(hidden).float()
+        values, index = self._rescored(hidden, screened, num_exact)
+        return screened.scatter_(1, index, values)
+
+    def _best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Row index of the best logit [P] and its lead over the second [P]."""
+        if self._screen is None:
+            values = F.linear(hidden, self.weight).float()
+            top = values.topk(min(2, values.shape[-1]))
+            return top.indices[:, 0], _gaps(top.values)
+        values, index = self._rescored(hidden, self._screened(hidden), NUM_GREEDY)
+        top = values.topk(min(2, values.shape[-1]))
+        return index.gather(1, top.indices[:, :1])[:, 0], _gaps(top.values)
+
+    def _screened(self, hidden: Tensor) -> Tensor:
+        """Approximate logits [P, V_draft] bfloat16; row by row, which the kernel is made for."""
+        values, scale = self._screen  # type: ignore[misc]
+        rows = hidden.to(torch.bfloat16)
+        out = [torch._weight_int8pack_mm(row, values, scale) for row in rows.split(1)]
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _rescored(self, hidden: Tensor, screened: Tensor, num: int) -> tuple[Tensor, Tensor]:
+        """Exact float32 logits [P, num] of the best screened candidates, and their rows."""
+        index = screened.topk(min(num, screened.shape[-1]), sorted=False).indices
+        index = index.sort(-1).values
+        rows = self.weight[index].float()
+        return (rows @ hidden.float().unsqueeze(-1)).squeeze(-1), index
+
+    def _target_ids(self, rows: Tensor) -> Tensor:
+        return rows if self.ids is None else self.ids[rows]
+
+    def _spread(self, q: Tensor) -> Tensor:
+        """[V_draft] over the target's vocabulary [V]; zero where there is no draft token."""
+        if self.ids is None and len(q) == self.vocab_size:
+            return q
+        ids = torch.arange(len(q), device=q.device) if self.ids is None else self.ids
+        return q.new_zeros(self.vocab_size).index_copy_(0, ids, q)
+
+
+def _gaps(top: Tensor) -> Tensor:
+    if top.shape[-1] < 2:
+        return torch.full(top.shape[:1], float("inf"), device=top.device)
+    return top[:, 0] - top[:, 1]

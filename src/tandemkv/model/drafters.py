@@ -1,0 +1,178 @@
+"""Drafters by name: from what an operator writes to a Drafter bound to its target.
+
+Law: a drafter that does not fit its target, and an option that no drafter honours, are refused by
+name before memory is touched. Options carry the names of vLLM's --speculative-config. This module
+knows every drafter's module and nothing of their maths.
+
+    eagle3        path or hub id; None: the drafter shipped for the embedded target
+    draft_model   path, hub id or GGUF file of a smaller causal LM with the same vocabulary
+    ngram         no path: continues the longest suffix of the text that occurred before
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandemkv.base.errors import ConfigError
+from tandemkv.model.drafter import Drafter
+from tandemkv.model.target import Target
+
+SHIPPED = Path(__file__).parent.parent / "weights" / "eagle3-smollm2-135m"
+"""The EAGLE-3 drafter of the embedded default target."""
+
+OPTIONS = ("method", "model", "num_speculative_tokens", "draft_vocab")
+NGRAM_OPTIONS = ("prompt_lookup_max", "prompt_lookup_min")
+
+
+def load_drafter(
+    method: str,
+    path: str | None,
+    target: Target,
+    *,
+    num_draft_tokens: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    draft_vocab: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    cache_dir: str | None = None,
+) -> Drafter:
+    """Load a drafter for `target`.
+
+    num_draft_tokens: K, None for the drafter's default. draft_vocab: rows of the target's head to
+    draft over (eagle3). dtype, device: the target's unless given. options: as in vLLM's
+    --speculative-config; they say the same as the arguments or nothing. Raises ConfigError.
+    """
+    if method not in _LOADERS:
+        raise ConfigError(f"drafter {method!r} is not one of {', '.join(_LOADERS)}")
+    options = dict(options or {})
+    _refuse_unknown(method, options)
+    method = _agreed("method", method, options, "method")
+    path = _agreed("drafter_path", path, options, "model")
+    num = _agreed("num_draft_tokens", num_draft_tokens, options, "num_speculative_tokens")
+    vocab = _agreed("draft_vocab", draft_vocab, options, "draft_vocab")
+    for name, value in (("num_draft_tokens", num), ("draft_vocab", vocab)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ConfigError(f"{name} must be an integer, got {value!r}")
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    if vocab is not None and method != "eagle3":
+        raise ConfigError(f"draft_vocab does not apply to drafter {method!r}")
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    common: dict[str, Any] = {"dtype": dtype, "device": device, "cache_dir": cache_dir}
+    if num is not None:
+        common["num_draft_tokens"] = num
+    return _LOADERS[method](target, path, vocab, options, common)
+
+
+def _eagle3(
+    target: Target,
+    path: str | None,
+    draft_vocab: int | None,
+    options: Mapping[str, Any],
+    common: dict[str, Any],
+) -> Drafter:
+    from tandemkv.model.eagle3 import Eagle3
+    from tandemkv.model.eagle3_checkpoint import read
+
+    directory = _directory(path, common.pop("cache_dir"))
+    config, weights = read(directory)
+    return Eagle3(
+        target, config, weights, draft_vocab=draft_vocab, origin=path or "eagle3", **common
+    )
+
+
+def _draft_model(
+    target: Target,
+    path: str | None,
+    draft_vocab: int | None,
+    options: Mapping[str, Any],
+    common: dict[str, Any],
+) -> Drafter:
+    from tandemkv.model.checkpoint import load_target
+    from tandemkv.model.draft_lm import DraftModel
+
+    if path is None:
+        raise ConfigError("drafter 'draft_model' needs a model (drafter_path)")
+    model = load_target(
+        path,
+        dtype=str(common["dtype"] or target.spec.dtype).removeprefix("torch."),
+        device=str(common["device"] or target.spec.device),
+        cache_dir=common["cache_dir"],
+    )
+    kept = {k: v for k, v in common.items() if k == "num_draft_tokens"}
+    return DraftModel(target, model, origin=path, **kept)
+
+
+def _ngram(
+    target: Target,
+    path: str | None,
+    draft_vocab: int | None,
+    options: Mapping[str, Any],
+    common: dict[str, Any],
+) -> Drafter:
+    from tandemkv.model.ngram import Ngram
+
+    if path is not None and path != "ngram":
+        raise ConfigError(f"drafter 'ngram' takes no model, got {path!r}")
+    kept = {k: v for k, v in common.items() if k == "num_draft_tokens"}
+    lookup = {k.removeprefix("prompt_lookup_"): options[k] for k in NGRAM_OPTIONS if k in options}
+    return Ngram(**{f"{k}_ngram": v for k, v in lookup.items() if v is not None}, **kept)
+
+
+_LOADERS: dict[str, Callable[..., Drafter]] = {
+    "eagle3": _eagle3,
+    "draft_model": _draft_model,
+    "ngram": _ngram,
+}
+
+
+def _refuse_unknown(method: str, options: Mapping[str, Any]) -> None:
+    known = OPTIONS + (NGRAM_OPTIONS if method == "ngram" else ())
+    for name, value in options.items():
+        if name == "draft_tensor_parallel_size" and value in (None, 1):
+            continue
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"unknown option {name!r} for drafter {method!r}{hint}")
+
+
+def _agreed(name: str, given: Any, options: Mapping[str, Any], key: str) -> Any:
+    """The value of an argument that the options may repeat, but not contradict."""
+    other = options.get(key)
+    if given is not None and other is not None and given != other:
+        raise ConfigError(f"{name} is {given!r}, and option {key!r} says {other!r}")
+    return other if given is None else given
+
+
+def _directory(path: str | None, cache_dir: str | None) -> Path:
+    """A local directory: the shipped drafter, a path as given, or a hub id fetched once."""
+    if path is None:
+        if not (SHIPPED / "config.json").is_file():
+            raise ConfigError("drafter 'eagle3' needs a checkpoint (drafter_path): none is shipped")
+        return SHIPPED
+    local = Path(path).expanduser()
+    if local.exists() or path.count("/") != 1 or path.startswith((".", "/", "~")):
+        return local
+    return _fetch(path, cache_dir)
+
+
+def _fetch(hub_id: str, cache_dir: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(
+            hub_id, allow_patterns=["*.json", "*.safetensors", "*.bin"], cache_dir=cache_dir
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"drafter {hub_id}: no such directory, and the hub gave none ({first})"
+        ) from None
+    return Path(found)
