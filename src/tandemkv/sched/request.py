@@ -116,8 +116,8 @@ class Request:
     priority: lower first. arrival: given by the scheduler when the request is added. seed: params'
     own, else drawn here. num_draft_tokens: K for this request, None for the engine's; may change
     while it runs. todo: positions still to run before it decodes; draft_todo: positions that a
-    drafter rebuilt from tokens runs alone before those, rebuild: the slots it then writes, per
-    group. must_propose: it lacks nothing but drafts. cached_tokens: the hit of the first admission.
+    drafter rebuilt from tokens runs alone before those, rebuild: the same by group. must_propose:
+    it lacks nothing but drafts. cached_tokens: the hit of the first admission.
     """
 
     id: str

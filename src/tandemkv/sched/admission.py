@@ -1,0 +1,123 @@
+"""Whether the first waiting request may have its pages now, in every layer group or in none.
+
+Law: a request is admitted only if, afterwards, every running one can still take its next step:
+the head-room. A suspended request needs more (`RESUME_STEPS` steps each), so that it does not come
+back only to be suspended again. With nothing else running no head-room is asked, so the first in
+line always gets in. A request that does not fit blocks those behind it; nothing overtakes it.
+Every prefix counts: pages that other requests hold already cost nothing.
+"""
+
+from __future__ import annotations
+
+from tandemkv.base.errors import RequestError
+from tandemkv.kv.manager import Claim, KVManager
+from tandemkv.sched.limits import Limits
+from tandemkv.sched.queues import Queues
+from tandemkv.sched.request import Request, RequestState
+
+RESUME_STEPS = 4
+
+
+class Admission:
+    """Claims pages for the head of the waiting queue."""
+
+    def __init__(self, manager: KVManager, queues: Queues, limits: Limits) -> None:
+        self._manager = manager
+        self._queues = queues
+        self._limits = limits
+        self._groups = manager.layout.groups
+        self._blocked: tuple[str, list[int]] | None = None
+
+    def check_fits(self, request: Request) -> None:
+        """Raise RequestError if the request could never run to its end, alone in the pools."""
+        limits, n = self._limits, len(request.prompt)
+        if n == 0:
+            raise RequestError("the prompt is empty; at least 1 token is needed", param="prompt")
+        if n >= limits.max_model_len:
+            raise RequestError(
+                f"the prompt has {n} tokens; max_model_len {limits.max_model_len} leaves room for"
+                f" at most {limits.max_model_len - 1}",
+                param="prompt",
+            )
+        slots = limits.most_tokens(request) - 1 + limits.lookahead
+        for group, usage in zip(self._groups, self._manager.usage(), strict=True):
+            if group.window is not None:
+                slots = min(slots, group.window + limits.lookahead)
+            needed = -(-slots // group.page_size)
+            if needed > usage.total:
+                raise RequestError(
+                    f"prompt and max_tokens need {needed} pages of layer group {group.name!r},"
+                    f" which has {usage.total}; ask for fewer tokens",
+                    param="max_tokens",
+                )
+
+    def claim(self, request: Request) -> Claim | None:
+        """Pages for the request and what is left to compute, or None: not now.
+
+        Raises RequestError if the pools can never hold it.
+        """
+        alone = not self._queues.running
+        spare = self._spare()
+        if not alone and self._still_blocked(request, spare):
+            return None
+        claim = self._claim_alone(request) if alone else self._claim(request, self._reach(request))
+        if claim is not None and not alone and not self._has_headroom(request):
+            self._manager.release(claim.seq)
+            claim = None
+        self._blocked = None if claim is not None else (request.id, spare)
+        return claim
+
+    def _still_blocked(self, request: Request, spare: list[int]) -> bool:
+        """Whether it was refused before and no pool has more room since: not worth a look-up."""
+        if self._blocked is None or self._blocked[0] != request.id:
+            return False
+        return all(now <= then for now, then in zip(spare, self._blocked[1], strict=True))
+
+    def _claim_alone(self, request: Request) -> Claim | None:
+        """With every page to itself: without drafts if need be, without a cache if need be."""
+        try:
+            claim = self._claim(request, self._reach(request))
+        except RequestError:
+            claim = None
+        if claim is None:
+            claim = self._claim(request, self._limits.reach(0))
+        if claim is None:
+            self._manager.reset_cache()
+            claim = self._claim(request, self._limits.reach(0))
+        return claim
+
+    def _reach(self, request: Request) -> int:
+        limits = self._limits
+        return limits.reach(max(0, min(limits.drafts_of(request), limits.left(request) - 1)))
+
+    def _claim(self, request: Request, reach: int) -> Claim | None:
+        """n known rows, the anchor's and what the next step's context pass and proposals write."""
+        limits = self._limits
+        resume = bool(request.output)
+        policy = request.params.claim_policy if limits.context_pass(request) else "fast"
+        return self._manager.claim(
+            request.tokens,
+            namespace=request.namespace,
+            policy=policy,
+            resume=resume,
+            expected_tokens=limits.left(request),
+            reserve=min(
+                request.num_tokens - resume + 1 + reach,
+                limits.most_tokens(request) - 1 + reach,
+            ),
+        )
+
+    def _spare(self) -> list[int]:
+        """Pages per group that a claim could have: free or cached."""
+        return [usage.free + usage.cached for usage in self._manager.usage()]
+
+    def _has_headroom(self, request: Request) -> bool:
+        """Whether what is spare now lasts for the next steps of those that run, and of this one."""
+        suspended = request.state is RequestState.SUSPENDED
+        growth = 1 + self._limits.num_draft_tokens
+        steps = RESUME_STEPS if suspended else 1
+        num_growing = len(self._queues.running) + suspended
+        return all(
+            spare >= num_growing * -(-growth * steps // group.page_size)
+            for spare, group in zip(self._spare(), self._groups, strict=True)
+        )

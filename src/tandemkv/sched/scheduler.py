@@ -1,0 +1,392 @@
+"""Continuous batching over one cache: plan a step, apply its result, and every way a request ends.
+
+    add -> WAITING -> plan: claim -> chunks -> first token -> (verify, commit, propose)* -> finish
+                          ^------------ suspend: pages published, tokens kept ------'
+
+Law: plan and apply (or fail) alternate; between them pages may be given up, but none is given out.
+A result reaches a request only through the sequence it was computed for. A request that ends, by
+whatever door, holds nothing. Token counts are of emitted tokens; acceptance counts verdicts. This
+module runs no model and holds no page itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tandemkv.base.errors import InvariantError, RequestError
+from tandemkv.base.logprobs import TokenLogprobs
+from tandemkv.base.spans import Span
+from tandemkv.kv.manager import KVManager
+from tandemkv.sched.batch import Output, Segment, SegmentResult, StepPlan, StepRecord, StepResult
+from tandemkv.sched.limits import Limits
+from tandemkv.sched.planner import Planner, held
+from tandemkv.sched.queues import Queues
+from tandemkv.sched.request import FinishReason, Request, RequestEvent
+from tandemkv.sched.stats import SchedulerStats
+from tandemkv.sched.stop import cut
+
+DEFAULT_PATIENCE = 64
+
+
+class Scheduler:
+    """Requests in, step plans out, results in, outputs out. Not thread-safe.
+
+    First come first served within a priority (lower first); a waiting request that does not fit
+    blocks all behind it; after `patience` admissions past it, it goes before every priority.
+    """
+
+    def __init__(
+        self,
+        manager: KVManager,
+        *,
+        max_batch_tokens: int,
+        max_running: int,
+        max_model_len: int,
+        num_draft_tokens: int = 0,
+        exact_proposals: bool = False,
+        eos_token_ids: Iterable[int] = (),
+        prefill_chunk: int | None = None,
+        trace: bool = False,
+        max_draft_tokens: int | None = None,
+        patience: int = DEFAULT_PATIENCE,
+    ) -> None:
+        """num_draft_tokens: the engine's K, 0 without a drafter; max_draft_tokens: the largest K a
+        request may ask for (default: K). exact_proposals: rows written while proposing are final
+        for accepted drafts; they are committed with the verify step either way. Raises ConfigError.
+        """
+        self.limits = Limits(
+            max_batch_tokens=max_batch_tokens,
+            max_running=max_running,
+            max_model_len=max_model_len,
+            num_draft_tokens=num_draft_tokens,
+            max_draft_tokens=num_draft_tokens if max_draft_tokens is None else max_draft_tokens,
+            lookahead=manager.layout.lookahead,
+            prefill_chunk=max_batch_tokens if prefill_chunk is None else prefill_chunk,
+            patience=patience,
+        )
+        self.limits.validate()
+        self.exact_proposals = exact_proposals
+        self.trace = trace
+        self._manager = manager
+        self._layout = manager.layout
+        self._eos = frozenset(eos_token_ids)
+        self._queues = Queues(patience)
+        self._stats = SchedulerStats()
+        self._planner = Planner(manager, self._queues, self.limits, self._stats)
+        self._step = 0
+        self._in_flight: StepPlan | None = None
+        self._outputs: list[Output] = []
+
+    # -- what clients do ---------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError if it can never run as asked."""
+        if request.id in self._queues.requests:
+            raise RequestError(f"request id {request.id!r} is in use", status=409)
+        self.limits.check_draft_tokens(request.num_draft_tokens)
+        self._planner.admission.check_fits(request)
+        self._queues.add(request)
+
+    def abort(self, request_id: str) -> Output | None:
+        """End a request in any state, also in flight; None if it is unknown or over."""
+        request = self._queues.requests.get(request_id)
+        if request is None:
+            return None
+        if request.seq is not None:
+            if self._is_uncopied(request):
+                self._manager.release(request.seq)
+            else:
+                self._manager.finish(request.seq)
+        return self._end(request, RequestEvent.ABORT, FinishReason.ABORT)
+
+    def suspend(self, request_id: str) -> None:
+        """Suspend a running request by hand; a later plan resumes it.
+
+        Raises RequestError if it is unknown, InvariantError if it holds nothing to give up.
+        """
+        request = self._find(request_id)
+        self._planner.suspend(request, "by hand", publish=not self._is_uncopied(request))
+
+    def set_num_draft_tokens(self, request_id: str, k: int | None) -> None:
+        """K of a live request from the next plan on: 0 is off, None the engine's."""
+        request = self._find(request_id)
+        self.limits.check_draft_tokens(k)
+        request.num_draft_tokens = k
+        request.drafts = request.drafts[: self.limits.drafts_of(request)]
+
+    # -- the step ----------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        """The next step; empty when nothing can run. Raises InvariantError if one is in flight."""
+        if self._in_flight is not None:
+            raise InvariantError(f"step {self._in_flight.step} is in flight; apply or fail it")
+        plan = self._planner.plan(self._step)
+        self._step += 1
+        for request in self._planner.failed:
+            self._outputs.append(self._output(request, [], None, FinishReason.ERROR))
+        self._planner.failed.clear()
+        if plan.segments or plan.claimed:
+            self._in_flight = plan
+            self._count_rows(plan)
+        return plan
+
+    def apply(self, plan: StepPlan, result: StepResult) -> list[Output]:
+        """Commit a step. Results of sequences that are gone are dropped.
+
+        Raises InvariantError, with nothing changed, if the result does not belong to the plan.
+        """
+        self._land(plan, result.step)
+        results = self._results_by_segment(plan, result)
+        self._in_flight = None
+        for seq in plan.claimed:
+            if seq.id in self._manager.sequences:
+                self._manager.copied(seq)
+        for segment, part in zip(plan.segments, results, strict=True):
+            if segment.request.seq is not segment.seq or part is None:
+                self._stats.late_results += 1
+                continue
+            self._apply(segment, part)
+        return self._take_outputs()
+
+    def fail(self, plan: StepPlan, message: str) -> list[Output]:
+        """A step that raised: its requests end with an error, all others go on."""
+        self._land(plan, plan.step)
+        self._in_flight = None
+        gone = [s.request for s in plan.segments if s.request.seq is s.seq]
+        gone += [r for r in self.running if r.seq in plan.claimed and r not in gone]
+        for request in gone:
+            self._manager.release(held(request))
+            request.error = message
+            self._outputs.append(self._end(request, RequestEvent.FAIL, FinishReason.ERROR, message))
+        return self._take_outputs()
+
+    # -- what others read --------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another step is owed: a live request, or news not handed out yet."""
+        return bool(self._queues.requests or self._outputs)
+
+    @property
+    def running(self) -> Sequence[Request]:
+        return self._queues.running
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        return self._queues.waiting
+
+    @property
+    def stats(self) -> SchedulerStats:
+        self._stats.num_running = len(self._queues.running)
+        self._stats.num_waiting = len(self._queues.waiting)
+        return self._stats
+
+    def check(self) -> None:
+        """Every law of the scheduler and of the cache below it. Raises InvariantError."""
+        self._queues.check()
+        self._stats.check()
+        if len(self._queues.running) > self.limits.max_running:
+            raise InvariantError(f"{len(self._queues.running)} requests run at once")
+        held_by_us = {r.seq.id for r in self._queues.running if r.seq is not None}
+        if held_by_us != set(self._manager.sequences):
+            raise InvariantError(
+                f"running requests hold sequences {sorted(held_by_us)}, the cache knows"
+                f" {sorted(self._manager.sequences)}"
+            )
+        self._manager.check()
+
+    # -- applying a step ---------------------------------------------------------------------
+
+    def _land(self, plan: StepPlan, step: int) -> None:
+        """Raise InvariantError unless `plan` is the step in flight (or an empty one)."""
+        empty = not plan.segments and not plan.claimed
+        if step != plan.step or not (plan is self._in_flight or (empty and not self._in_flight)):
+            flying = "none" if self._in_flight is None else str(self._in_flight.step)
+            raise InvariantError(
+                f"a result of step {step} for step {plan.step}; in flight: {flying}"
+            )
+
+    def _results_by_segment(self, plan: StepPlan, result: StepResult) -> list[SegmentResult | None]:
+        """The plan's results in its order, None where missing. Raises if one cannot be true."""
+        by_seq = {part.seq: part for part in result.segments}
+        results: list[SegmentResult | None] = []
+        for segment in plan.segments:
+            part = by_seq.get(segment.seq.id)
+            if segment.request.seq is segment.seq:
+                check_result(segment, part)
+            results.append(part)
+        return results
+
+    def _apply(self, segment: Segment, part: SegmentResult) -> None:
+        request, seq = segment.request, segment.seq
+        kept, reason = [], None
+        if part.tokens:
+            stop_tokens = request.params.stop_token_ids
+            eos = () if request.params.ignore_eos else self._eos
+            kept, reason = cut(
+                part.tokens, self.limits.left(request), (*stop_tokens, *eos), request.watch
+            )
+        if segment.verify:
+            self._record(segment, part, kept)
+        self._commit(segment, kept)
+        request.output += kept
+        self._stats.generation_tokens += len(kept)
+        _advance(request, segment)
+        going = reason is None and request.decoding
+        k = min(self.limits.drafts_of(request), self.limits.left(request) - 1) if going else 0
+        request.drafts = part.drafts[: max(k, 0)]
+        if reason is not None:
+            self._manager.finish(seq)
+            self._outputs.append(
+                self._end(request, RequestEvent.FINISH, reason, "", kept, part.logprobs)
+            )
+        elif kept:
+            self._outputs.append(self._output(request, kept, part.logprobs, None))
+
+    def _commit(self, segment: Segment, kept: list[int]) -> None:
+        """Make the step's rows final: all of a chunk; the anchor's and the kept drafts'."""
+        manager, seq = self._manager, segment.seq
+        if segment.verify:
+            rows = segment.start + len(kept)
+        else:
+            rows = max(seq.committed, segment.stop)
+        if kept:
+            manager.append(seq, kept)
+        final = segment.start + len(kept) if segment.verify else segment.stop
+        written = [
+            _clip(spans, min(final + group.lookahead, len(seq.tokens)))
+            for spans, group in zip(segment.write, self._layout.groups, strict=True)
+        ]
+        manager.commit(seq, rows, written)
+        self._mask_unwritten(segment, final)
+        manager.publish(seq)
+
+    def _mask_unwritten(self, segment: Segment, final: int) -> None:
+        """Say aloud what a drafter whose context pass is off did not write."""
+        if self.limits.context_pass(segment.request) or segment.start == segment.stop:
+            return
+        missing = segment.seq.writes(segment.start, final)
+        for g in self._layout.draft_groups:
+            for start, stop in missing[g]:
+                self._manager.mask(segment.seq, g, start, stop, "speculation_off")
+
+    def _record(self, segment: Segment, part: SegmentResult, kept: list[int]) -> None:
+        request = segment.request
+        if segment.num_drafts:
+            request.acceptance.record(segment.num_drafts, part.num_accepted)
+            self._stats.acceptance.record(segment.num_drafts, part.num_accepted)
+        if self.trace:
+            request.steps.append(
+                StepRecord(
+                    anchor=segment.start,
+                    drafts=tuple(segment.tokens[1:]),
+                    num_accepted=part.num_accepted,
+                    emitted=tuple(kept),
+                    draft_gap=part.draft_gap,
+                    target_gap=part.target_gap,
+                )
+            )
+
+    # -- ends --------------------------------------------------------------------------------
+
+    def _end(
+        self,
+        request: Request,
+        event: RequestEvent,
+        reason: FinishReason,
+        why: str = "",
+        tokens: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprobs] | None = None,
+    ) -> Output:
+        """Take a request that gave its pages up out of the queues; its last output."""
+        self._queues.end(request, event, why)
+        return self._output(request, tokens, logprobs, reason)
+
+    def _output(
+        self,
+        request: Request,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] | None,
+        reason: FinishReason | None,
+    ) -> Output:
+        if reason is not None:
+            request.finish_reason = reason
+            self._stats.finished[reason] += 1
+        acceptance = request.acceptance
+        return Output(
+            request_id=request.id,
+            tokens=list(tokens),
+            logprobs=None if logprobs is None else list(logprobs[: len(tokens)]),
+            finished=reason is not None,
+            finish_reason=reason,
+            error=request.error,
+            num_prompt_tokens=len(request.prompt),
+            num_output_tokens=len(request.output),
+            cached_tokens=request.cached_tokens,
+            num_preemptions=request.num_preemptions,
+            num_draft_steps=acceptance.num_steps,
+            num_drafts=acceptance.num_drafts,
+            num_accepted=acceptance.num_accepted,
+            accepted_at=tuple(acceptance.accepted_at),
+        )
+
+    def _take_outputs(self) -> list[Output]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _find(self, request_id: str) -> Request:
+        request = self._queues.requests.get(request_id)
+        if request is None:
+            raise RequestError(f"no request {request_id!r} is live", status=404)
+        return request
+
+    def _is_uncopied(self, request: Request) -> bool:
+        """Whether the request's pages wait for copies of the step in flight."""
+        return self._in_flight is not None and request.seq in self._in_flight.claimed
+
+    def _count_rows(self, plan: StepPlan) -> None:
+        stats = self._stats
+        verified = sum(s.num_rows for s in plan.segments if s.verify)
+        stats.num_steps += 1
+        stats.num_rows += plan.num_rows
+        stats.num_verify_rows += verified
+        stats.num_prefill_rows += plan.num_rows - verified
+
+
+def check_result(segment: Segment, part: SegmentResult | None) -> None:
+    """Raise InvariantError unless `part` is a possible outcome of `segment`."""
+    if part is None:
+        raise InvariantError(f"no result for sequence {segment.seq.id}")
+    num_tokens = part.num_accepted + segment.samples
+    if not 0 <= part.num_accepted <= segment.num_drafts or len(part.tokens) != num_tokens:
+        raise InvariantError(
+            f"request {segment.request.id}: {part.num_accepted} of {segment.num_drafts} drafts"
+            f" accepted and {len(part.tokens)} tokens emitted"
+        )
+
+
+def _advance(request: Request, segment: Segment) -> None:
+    """Take what the segment ran off the request's list."""
+    if segment.verify:
+        return
+    if request.draft_todo and segment.start == segment.stop:
+        request.draft_todo = _after(request.draft_todo, segment.stop)
+    elif request.todo:
+        request.todo = _after(request.todo, segment.stop)
+        if not request.todo:
+            request.must_propose = False
+    else:
+        request.must_propose = False
+
+
+def _after(spans: list[Span], stop: int) -> list[Span]:
+    """What is left of ordered spans once the first has run up to `stop`."""
+    first, rest = spans[0], spans[1:]
+    return [(stop, first[1]), *rest] if stop < first[1] else rest
+
+
+def _clip(spans: Sequence[Span], stop: int) -> Sequence[Span]:
+    """The part of ordered spans below `stop`."""
+    if not spans or spans[-1][1] <= stop:
+        return spans
+    return [(a, min(b, stop)) for a, b in spans if a < stop]
