@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from tandemkv.base.errors import RequestError
+from tandemkv.serve.fields import named, shown
 
 ROLES = ("system", "developer", "user", "assistant")
 MAX_MESSAGES = 4096
@@ -57,12 +58,12 @@ def _message(item: Any, where: str) -> Message:
     if role in ("tool", "function"):
         raise _refused(f"{where} has role {role}: tools are not offered by this server")
     if role not in ROLES:
-        raise _refused(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r:.60}")
+        raise _refused(f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}")
     for name, extra in item.items():
         if name in ("role", "content", "name") or extra is None:
             continue
         if name not in _EMPTY_FIELDS or extra != []:
-            raise _refused(f"{where}.{name!s:.60} is not offered by this server")
+            raise _refused(f"{where}.{named(name)} is not offered by this server")
     message = {"role": "system" if role == "developer" else role}
     message["content"] = _content(item.get("content"), f"{where}.content")
     name = item.get("name")
@@ -86,12 +87,12 @@ def _part(part: Any, where: str) -> str:
     if not isinstance(part, dict):
         raise _refused(f"{where} must be an object with type and text")
     if part.get("type") != "text":
-        raise _refused(f"{where} has type {part.get('type')!r:.60}: only text is offered")
+        raise _refused(f"{where} has type {shown(part.get('type'))}: only text is offered")
     if not isinstance(part.get("text"), str):
         raise _refused(f"{where}.text must be a string")
     for name, extra in part.items():
         if name not in ("type", "text") and extra is not None:
-            raise _refused(f"{where}.{name!s:.60} is not offered by this server")
+            raise _refused(f"{where}.{named(name)} is not offered by this server")
     return part["text"]
 
 
@@ -104,7 +105,7 @@ def render(tokenizer: Any, messages: tuple[Message, ...], options: TemplateOptio
     for name in options.kwargs:
         if not _FREE_KWARGS.fullmatch(name):
             raise RequestError(
-                f"chat_template_kwargs.{name!s:.60} is not offered", param="chat_template_kwargs"
+                f"chat_template_kwargs.{named(name)} is not offered", param="chat_template_kwargs"
             )
     try:
         return tokenizer.apply_chat_template(

@@ -125,7 +125,7 @@ def refuse_unknown(body: Body, offered: frozenset[str]) -> None:
             raise RequestError(f"{name} is not offered by this server", param=name)
         elsewhere = name in CHAT_FIELDS | COMPLETION_FIELDS
         what = "is not a field of this endpoint" if elsewhere else "is not a known field"
-        raise RequestError(f"{shown(name)} {what}", param=name[:100])
+        raise RequestError(f"{named(name)} {what}", param=name[:100])
 
 
 def _asks_for_nothing(name: str, value: Any, body: Body) -> bool:
@@ -182,3 +182,8 @@ def shown(value: Any) -> str:
         return "a huge integer"
     out = repr(value) if not isinstance(value, list | dict) else kind(value)
     return out if len(out) <= 60 else out[:57] + "..."
+
+
+def named(name: str) -> str:
+    """A client's field name as it may stand in a message."""
+    return name if name.isidentifier() and len(name) <= 60 else shown(name)

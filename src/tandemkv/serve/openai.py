@@ -80,7 +80,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 def parse_chat(body: Body, limits: Limits) -> Ask:
     """The Ask of a /v1/chat/completions body."""
     refuse_unknown(body, CHAT_FIELDS)
-    _check_model(body, limits)
+    check_model(body, limits)
     messages = parse_messages(body.get("messages"))
     add_prompt = flag(body, "add_generation_prompt", True)
     continues = flag(body, "continue_final_message", False)
@@ -108,7 +108,7 @@ def parse_chat(body: Body, limits: Limits) -> Ask:
 def parse_completion(body: Body, limits: Limits) -> Ask:
     """The Ask of a /v1/completions body."""
     refuse_unknown(body, COMPLETION_FIELDS)
-    _check_model(body, limits)
+    check_model(body, limits)
     prompts = parse_prompts(body.get("prompt"), limits.vocab_size)
     if isinstance(body.get("logprobs"), bool):
         raise RequestError("logprobs must be an integer here, got a boolean", param="logprobs")
@@ -310,7 +310,8 @@ def _template_kwargs(body: Body) -> Body:
     return value
 
 
-def _check_model(body: Body, limits: Limits) -> None:
+def check_model(body: Body, limits: Limits) -> None:
+    """Raise 404 unless the body names the served model, or none."""
     name = text(body, "model", limits.model)
     if name != limits.model:
         raise RequestError(

@@ -1,0 +1,430 @@
+"""The HTTP server: routes, bodies, event streams, disconnects. The one file that knows FastAPI.
+
+    request -> body (bounded) -> Ask -> prompt tokens -> Generation -> JSON or server-sent events
+
+Law: every answer, also an error, has the API's shape; no traceback leaves the process; the engine
+requests of a client that goes away, streaming or not, are aborted. No parameter is checked here and
+no choice written: openai.py, answers.py and generation.py do that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tandemkv.base.errors import ConfigError, RequestError
+from tandemkv.engine.background import AsyncEngine
+from tandemkv.serve import answers, chat, metrics
+from tandemkv.serve.answers import Envelope, Format, Json, Piece
+from tandemkv.serve.fields import Body, decode_body, flag, refuse_unknown, text
+from tandemkv.serve.generation import Generation
+from tandemkv.serve.openai import (
+    Ask,
+    Limits,
+    check_model,
+    parse_chat,
+    parse_completion,
+    parse_tokens,
+)
+
+log = logging.getLogger("tandemkv")
+
+MAX_BODY_BYTES = 8 << 20
+CLIENT_GONE = 499
+METRICS_WAIT_S = 2.0
+DONE = b"data: [DONE]\n\n"
+
+T = TypeVar("T")
+
+
+class Service:
+    """What the routes share: the engine, its limits, the tokenizer's thread, the latencies."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
+        self.limits = Limits(engine.model_name, engine.max_model_len, engine.vocab_size)
+        self.latencies = metrics.Latencies()
+        self._snapshot = metrics.Snapshot()
+        self.started = int(time.time())
+        self._token_bytes = answers.token_bytes_of(engine.tokenizer)
+        # One thread: long prompts do not hold up the event loop, and the tokenizer sees one caller.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tandemkv-tokenize")
+
+    async def tokenize(self, prompt: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+
+        def work() -> list[int]:
+            return self.engine.tokenizer(
+                prompt, add_special_tokens=add_special_tokens, verbose=False
+            ).input_ids
+
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+
+    async def prompt_tokens(self, ask: Ask) -> list[list[int]]:
+        """Token ids of every prompt of an Ask."""
+        prompts: list[str | list[int]] = list(ask.prompts)
+        if ask.chat:
+            prompts = [chat.render(self.engine.tokenizer, ask.messages, ask.template)]
+        return [
+            await self.tokenize(prompt, ask.add_special_tokens)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+
+    async def answer(self, request: Request, ask: Ask) -> Response:
+        """Run an Ask: a JSON response, or an event stream."""
+        if not self.engine.alive:
+            raise RequestError(self.engine.error or "the engine is shut down", status=503)
+        prompts = await self.prompt_tokens(ask)
+        request_id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        generation = Generation(self.engine, ask, prompts, self.limits, self.latencies, request_id)
+        form = Format(
+            chat=ask.chat,
+            logprobs=ask.params.logprobs is not None,
+            return_token_ids=ask.return_token_ids,
+            token_bytes=self._token_bytes,
+        )
+        answer = Answer(self, ask, generation, form, request_id)
+        await generation.start()
+        if ask.stream:
+            return EventStream(answer.events(), generation.abort)
+        body = await while_connected(request.receive, answer.whole())
+        return _json(body) if body is not None else Response(status_code=CLIENT_GONE)
+
+    async def metrics(self) -> bytes:
+        """The exposition text; a step that takes long delays it by METRICS_WAIT_S at most."""
+        with contextlib.suppress(TimeoutError, RequestError):
+            if self.engine.alive:
+                taking = self.engine.call(metrics.snapshot_of)
+                self._snapshot = await asyncio.wait_for(taking, METRICS_WAIT_S)
+        return metrics.render(self.limits.model, self._snapshot, self.latencies)
+
+    def closing(self) -> None:
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
+
+class Answer:
+    """One Ask's answer, written whole or as events from the same pieces."""
+
+    def __init__(
+        self, service: Service, ask: Ask, generation: Generation, form: Format, request_id: str
+    ) -> None:
+        self._service = service
+        self._ask = ask
+        self._generation = generation
+        self._form = form
+        object = form.chunk_object if ask.stream else form.object
+        self._envelope = Envelope.new(request_id, object, service.limits.model)
+
+    async def whole(self) -> Json:
+        """The body of a response that is not streamed."""
+        whole = [self._opening(choice.index) for choice in self._generation.choices]
+        async for piece in self._generation.pieces():
+            sum_up = whole[piece.index]
+            sum_up.text += piece.text
+            sum_up.tokens += piece.tokens
+            sum_up.logprobs += piece.logprobs
+            sum_up.finish_reason = piece.finish_reason
+        return self._envelope.body(
+            [self._form.whole(piece) for piece in whole], usage=self._usage(), **self._metrics()
+        )
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events; an error after the start is an event too, and [DONE] comes last."""
+        try:
+            async for chunk in self._chunks():
+                yield _event(chunk)
+        except RequestError as error:
+            yield _event(answers.error_body(str(error), error.status, error.param))
+        except Exception:
+            log.exception("a stream failed")
+            yield _event(answers.error_body("internal error: see the server's log", 500))
+        yield DONE
+
+    async def _chunks(self) -> AsyncIterator[Json]:
+        extra: Json = {"usage": None} if self._ask.include_usage else {}
+        for choice in self._generation.choices:
+            opening = self._form.opening(self._opening(choice.index))
+            if opening is not None:
+                yield self._envelope.body([opening], **extra)
+        async for piece in self._generation.pieces():
+            reason, piece.finish_reason = piece.finish_reason, None
+            if self._form.says_something(piece):
+                yield self._envelope.body([self._form.delta(piece)], **extra)
+            if reason is not None:
+                end = self._form.delta(Piece(piece.index, finish_reason=reason))
+                yield self._envelope.body([end], **extra)
+        if self._ask.include_usage or self._ask.return_metrics:
+            usage = self._usage() if self._ask.include_usage else None
+            yield self._envelope.body([], usage=usage, **self._metrics())
+
+    def _opening(self, index: int) -> Piece:
+        """What stands before the first token: the prompt's ids and its text, if wanted."""
+        prompt = list(self._generation.choices[index].prompt)
+        piece = Piece(index, prompt_tokens=prompt if self._ask.return_token_ids else None)
+        if self._ask.echo:
+            source = self._ask.prompts[index // self._ask.n]
+            tokenizer = self._service.engine.tokenizer
+            piece.text = source if isinstance(source, str) else tokenizer.decode(source)
+        return piece
+
+    def _usage(self) -> Json:
+        return answers.usage(*self._generation.usage())
+
+    def _metrics(self) -> Json:
+        if not self._ask.return_metrics:
+            return {}
+        engine_k = self._service.engine.engine.plan.num_draft_tokens
+        asked_k = self._ask.params.num_draft_tokens
+        k = engine_k if asked_k is None else min(asked_k, engine_k)
+        body = self._generation.acceptance(k).body()
+        return {"metrics": {"speculative_decoding": body}}
+
+
+class EventStream(Response):
+    """A response of server-sent events that stops, and says so to `stopped`, with its client."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], stopped: Callable[[], None]) -> None:
+        self._events = events
+        self._stopped = stopped
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._send(send))
+        finally:
+            self._stopped()
+
+    async def _send(self, send: Send) -> None:
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None if the client goes away first, and then `work` is cancelled."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(gone())
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def read_body(request: Request) -> Body:
+    """The request's JSON object, at most MAX_BODY_BYTES long (else 413)."""
+    raw = bytearray()
+    async for part in request.stream():
+        raw += part
+        if len(raw) > MAX_BODY_BYTES:
+            raise RequestError(f"the body exceeds {MAX_BODY_BYTES} bytes", status=413)
+    return decode_body(bytes(raw))
+
+
+def create_app(engine: AsyncEngine, *, closes_engine: bool = False) -> FastAPI:
+    """The application over a running engine. closes_engine: close it when the server stops."""
+    service = Service(engine)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.closing()
+        if closes_engine:
+            await asyncio.to_thread(engine.close)
+
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
+    _add_api(app, service)
+    _add_information(app, service)
+    _add_errors(app)
+    return app
+
+
+def _add_api(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await service.answer(request, parse_chat(await read_body(request), service.limits))
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = await read_body(request)
+        return await service.answer(request, parse_completion(body, service.limits))
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = await read_body(request)
+        names = {"model", "prompt", "messages", "add_special_tokens", "add_generation_prompt"}
+        refuse_unknown(body, frozenset(names))
+        check_model(body, service.limits)
+        is_chat = body.get("messages") is not None
+        if is_chat == (body.get("prompt") is not None):
+            raise RequestError("exactly one of prompt and messages is needed", param="prompt")
+        prompt = text(body, "prompt", "")
+        if is_chat:
+            options = chat.TemplateOptions(flag(body, "add_generation_prompt", True))
+            messages = chat.parse_messages(body["messages"])
+            prompt = chat.render(service.engine.tokenizer, messages, options)
+        tokens = await service.tokenize(prompt, flag(body, "add_special_tokens", not is_chat))
+        limit = service.limits.max_model_len
+        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = await read_body(request)
+        refuse_unknown(body, frozenset({"model", "tokens"}))
+        check_model(body, service.limits)
+        tokens = parse_tokens(body.get("tokens"), service.limits.vocab_size, "tokens")
+        return _json({"prompt": service.engine.tokenizer.decode(tokens)})
+
+
+def _add_information(app: FastAPI, service: Service) -> None:
+    def model() -> Json:
+        limits = service.limits
+        return answers.models_body(limits.model, limits.max_model_len, service.started)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [model()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        if name != service.limits.model:
+            raise RequestError(f"model {name!r:.60} is not served", status=404, param="model")
+        return _json(model())
+
+    @app.get("/health")
+    async def health() -> Response:
+        if service.engine.alive:
+            return _json({"status": "ok"})
+        reason = service.engine.error or "the engine is shut down"
+        return _json({"status": "down", **answers.error_body(reason, 503)}, 503)
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(await service.metrics(), media_type=metrics.CONTENT_TYPE)
+
+
+def _add_errors(app: FastAPI) -> None:
+    def reply(message: str, status: int, param: str | None = None) -> Response:
+        return _json(answers.error_body(message, status, param), status)
+
+    @app.exception_handler(RequestError)
+    async def refused(_: Request, error: RequestError) -> Response:
+        return reply(str(error), error.status, error.param)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        where = f"{request.method} {request.url.path!r:.100}"
+        return reply(f"{error.detail}: {where}", error.status_code)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return reply(f"the request is invalid: {error}", 400)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    @app.exception_handler(Exception)
+    async def internal(_: Request, error: Exception) -> Response:
+        return reply("internal error: see the server's log", 500)
+
+
+class HttpServer:
+    """A server on one address: bound when made, answering while `run()` runs.
+
+    port 0 takes a free one. Raises ConfigError if the address cannot be bound.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, host: str, port: int, *, grace_s: int = 10, own: bool = True
+    ) -> None:
+        self._socket = _bind(host, port)
+        port = self._socket.getsockname()[1]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        config = uvicorn.Config(
+            create_app(engine, closes_engine=own),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=grace_s,
+            lifespan="on",
+        )
+        self._server = _Uvicorn(config)
+
+    def run(self, ready: Callable[[str], None] | None = None) -> None:
+        """Serve until stopped or signalled. Running requests have grace_s to end, then abort."""
+        if ready is not None:
+            self._server.ready = lambda: ready(self.url)
+        with contextlib.suppress(KeyboardInterrupt):
+            self._server.run(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """Ask `run()`, in another thread, to end."""
+        self._server.should_exit = True
+
+
+class _Uvicorn(uvicorn.Server):
+    ready: Callable[[], None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and self.ready is not None:
+            self.ready()
+
+
+def run_server(engine: AsyncEngine, host: str = "127.0.0.1", port: int = 8000) -> None:
+    """Serve `engine` until a signal, then close it. Prints the URL when ready."""
+    server = HttpServer(engine, host, port)
+    server.run(lambda url: print(f"serving {engine.model_name} on {url}/v1", flush=True))
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error}; choose another --host or --port"
+        ) from None
+    bound.listen(2048)
+    return bound
+
+
+def _event(body: Json) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def _json(body: Json, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
