@@ -39,17 +39,9 @@ class Admission:
                 f" at most {limits.max_model_len - 1}",
                 param="prompt",
             )
-        slots = limits.most_tokens(request) - 1 + limits.lookahead
-        for group, usage in zip(self._groups, self._manager.usage(), strict=True):
-            if group.window is not None:
-                slots = min(slots, group.window + limits.lookahead)
-            needed = -(-slots // group.page_size)
-            if needed > usage.total:
-                raise RequestError(
-                    f"prompt and max_tokens need {needed} pages of layer group {group.name!r},"
-                    f" which has {usage.total}; ask for fewer tokens",
-                    param="max_tokens",
-                )
+        why = self._manager.fits(limits.most_tokens(request) - 1, 0)
+        if why is not None:
+            raise RequestError(f"prompt and max_tokens are too long: {why}", param="max_tokens")
 
     def claim(self, request: Request) -> Claim | None:
         """Pages for the request and what is left to compute, or None: not now.

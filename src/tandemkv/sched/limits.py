@@ -3,8 +3,8 @@
 Law: no step has more rows than max_batch_tokens, no request more drafts than its K, its remaining
 tokens or the model length allow. This module keeps no state.
 
-    positions   n (anchor)  n+1 .. n+k   |  slots of a verify step: rows [n, n+k], then context
-    slots       [n, n+1+k)  + reach(P)   |  rows D further on, then P proposals from the new anchor
+    verify step    rows [n, n + 1 + k): anchor and drafts; then at most P proposals more
+    reserved       rows [.., n + 1 + k + P), and the lookahead D beyond in draft groups
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return min(len(request.prompt) + request.params.max_tokens, self.max_model_len)
 
     def reach(self, num_propose: int) -> int:
-        """Slots beyond a step's last row that its context pass and proposals may write."""
-        scratch = num_propose + max(self.lookahead - 1, 0) if num_propose else 0
-        return max(self.lookahead, scratch)
+        """Rows beyond a step's last whose slots proposals may write; the lookahead that the context
+        pass writes ahead is part of every reservation."""
+        return num_propose
 
     def context_pass(self, request: Request) -> bool:
         """Whether the drafter's rows are written for this request now."""

@@ -213,6 +213,8 @@ class Planner:
         verify: bool = False,
     ) -> Segment:
         seq = held(request)
+        if stop > start:
+            self._manager.launch(seq, stop)
         write = seq.writes(start, stop)
         if not self._limits.context_pass(request):
             write = tuple(() if g in self._draft_groups else w for g, w in enumerate(write))

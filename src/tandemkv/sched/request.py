@@ -147,7 +147,7 @@ class Request:
     urgent: bool = False
     num_preemptions: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
-    steps: list[StepRecord] = field(default_factory=list[StepRecord])
+    steps: list[StepRecord] = field(default_factory=list["StepRecord"])
     story: deque[str] = field(default_factory=lambda: deque[str](maxlen=STORY_LENGTH))
 
     def __post_init__(self) -> None:

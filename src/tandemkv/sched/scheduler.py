@@ -258,6 +258,7 @@ class Scheduler:
             for spans, group in zip(segment.write, self._layout.groups, strict=True)
         ]
         manager.commit(seq, rows, written)
+        manager.rewind(seq)
         self._mask_unwritten(segment, final)
         manager.publish(seq)
 
