@@ -1,0 +1,185 @@
+"""From a claim plan to pages: which runs are shared, which pages are copied, how many are new.
+
+Law: a page that the sequence will write is its own: a run of the tree with a planned write in it
+is copied, never written; a run of a partial block is always copied. An intent takes nothing: it
+counts what taking would need, so that a claim is all or nothing. It decides no coverage.
+
+    block        0      1      2      3  |  T-1   |  reserved
+    group        share  share  own <- copy  own <- copy of a partial block   new, new, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import msgspec
+
+from tandemkv.base.ids import GroupId, PageId
+from tandemkv.base.spans import SpanSet
+from tandemkv.kv.coverage import ClaimPlan, read_from
+from tandemkv.kv.layout import Domain, LayerGroup, Layout
+from tandemkv.kv.tree import Found, Node, Run
+
+
+class PageCopy(msgspec.Struct, frozen=True):
+    """Copy a whole page of one group before the sequence's first pass."""
+
+    group: GroupId
+    src: PageId
+    dst: PageId
+
+
+class OwnBlock(msgspec.Struct):
+    """A block of the match whose pages will be the sequence's own; source: run to copy from."""
+
+    block: int
+    source: Run | None
+    count: int
+
+
+class GroupIntent(msgspec.Struct):
+    """What a claim does in one layer group.
+
+    first_block: first block kept. shares: run (or None) for each block from there to the end of
+    the match. own: blocks with pages of its own. base: table length over the match; length: with
+    the reservation. planned: slots of holes that will be written.
+    """
+
+    group: GroupId
+    first_block: int
+    shares: list[Run | None]
+    own: list[OwnBlock]
+    base: int
+    length: int
+    planned: SpanSet
+    covered: SpanSet
+
+    @property
+    def new_pages(self) -> int:
+        return sum(own.count for own in self.own) + max(0, self.length - self.base)
+
+    @property
+    def sources(self) -> list[Run]:
+        return [own.source for own in self.own if own.source is not None]
+
+    def need(self) -> int:
+        """Pages that stop being free or cached if this is taken."""
+        cached = sum([run.size for run in self.shares if run is not None and not run.refs])
+        cached += sum(run.size for run in self.sources if not run.refs)
+        return self.new_pages + cached
+
+
+class Intent(msgspec.Struct):
+    """A claim ready to be taken."""
+
+    found: Found
+    plan: ClaimPlan
+    rows: int
+    groups: list[GroupIntent]
+
+    @property
+    def copies(self) -> bool:
+        return any(group.sources for group in self.groups)
+
+    def tip(self, root: Node, block: int) -> Node:
+        """The last whole block of the match before plan.end."""
+        whole = self.plan.end // block
+        return self.found.nodes[whole - 1] if whole else root
+
+
+def intend(
+    layout: Layout,
+    found: Found,
+    coverage: Seq[SpanSet],
+    plan: ClaimPlan,
+    rows: int,
+    *,
+    full_only: bool = False,
+) -> Intent:
+    """Work out the pages of a claim; rows: target rows to make room for (at least plan.end)."""
+    groups = [
+        _group_intent(layout, GroupId(g), found, coverage[g], plan, rows, full_only)
+        for g in range(len(layout.groups))
+    ]
+    return Intent(found, plan, max(rows, plan.end), groups)
+
+
+def windowed_rows(layout: Layout, group: LayerGroup, end: int, rows: int) -> int:
+    """Rows a claim that ends at `end` makes room for: a windowed group's window, at most."""
+    if group.window is None:
+        return max(rows, end)
+    return max(end, min(rows, end + group.window + layout.block_size))
+
+
+def _lowest_slot(layout: Layout, g: GroupId, plan: ClaimPlan) -> int:
+    """First slot that the plan's passes, or drafting after them, read in group g."""
+    group = layout.groups[g]
+    if group.domain is Domain.TARGET:
+        starts = [start for start, _ in plan.compute]
+        return min(read_from(group, p) for p in [*starts, max(0, plan.end - layout.lookahead)])
+    low = group.first_needed(plan.end)
+    if not group.pointwise:
+        for start, _ in (*plan.holes, *plan.draft_compute[g]):
+            if start + group.lookahead >= low:
+                return min(low, group.first_needed(start + group.lookahead))
+    return low
+
+
+def _planned_writes(
+    group: LayerGroup, g: GroupId, covered: SpanSet, plan: ClaimPlan, low: int
+) -> SpanSet:
+    """Slots that the hole spans will write in group g."""
+    planned, ahead = SpanSet(), group.lookahead
+    for start, stop in (*plan.holes, *plan.draft_compute[g]):
+        for a, b in covered.missing(max(start + ahead, low), stop + ahead):
+            planned.add(a, b)
+    return planned
+
+
+def _group_intent(
+    layout: Layout,
+    g: GroupId,
+    found: Found,
+    covered: SpanSet,
+    plan: ClaimPlan,
+    rows: int,
+    full_only: bool,
+) -> GroupIntent:
+    group, block = layout.groups[g], layout.block_size
+    size, per_block = group.page_size, layout.block_size // group.page_size
+    blocks = -(-plan.end // block)
+    first = min(_lowest_slot(layout, g, plan) // block, blocks)
+    planned = _planned_writes(group, g, covered, plan, first * block)
+    out = GroupIntent(g, first, [], [], blocks * per_block, 0, planned, covered)
+    whole = min(blocks, len(found.nodes))
+    low = max(first * block, group.lookahead)
+    if covered.covers(low, blocks * block) and whole == blocks:
+        out.shares = [node.runs[g] for node in found.nodes[first:blocks]]
+    else:
+        tail = (max(plan.tail[0] + group.lookahead, low), plan.tail[1] + group.lookahead)
+        if plan.tail[0] >= plan.tail[1]:
+            tail = (0, 0)
+        for b in range(first, blocks):
+            node = found.nodes[b] if b < whole else found.partial
+            run = node.runs[g] if node is not None and covered else None
+            if run is not None and full_only and not run.full:
+                run = None
+            start, stop = b * block, (b + 1) * block
+            writes = b >= whole or (
+                (run is None or not run.full)
+                and bool(
+                    planned.within(start, stop)
+                    or covered.missing(max(start, tail[0]), min(stop, tail[1]))
+                )
+            )
+            if writes and run is not None and not covered.within(start, stop):
+                run = None
+            out.shares.append(None if writes else run)
+            if writes:
+                used = min(stop, plan.end) - start
+                out.own.append(OwnBlock(b, run, -(-used // size)))
+        if out.own and out.own[-1].block == blocks - 1:
+            out.base = (blocks - 1) * per_block + out.own[-1].count
+    room = windowed_rows(layout, group, plan.end, rows) + group.lookahead
+    out.length = max(out.base, -(-room // size))
+    return out

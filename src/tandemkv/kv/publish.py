@@ -1,0 +1,284 @@
+"""Putting a sequence's finished pages into the tree, and giving pages up.
+
+Law: what enters the tree is canonical: committed rows, covered, not tainted, no planned write left
+in the block. A block enters with every unwindowed target group complete. Of two runs for the
+same block and group the better covered one stays; a sequence whose rows the tree already has
+takes the tree's pages and gives back its own, so that whoever holds a block holds its ancestors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from tandemkv.base.errors import InvariantError
+from tandemkv.base.ids import NO_PAGE
+from tandemkv.base.spans import Span, SpanSet
+from tandemkv.kv.layout import Domain, Layout
+from tandemkv.kv.pool import PagePool
+from tandemkv.kv.sequence import Sequence
+from tandemkv.kv.tree import Node, Run, Tree
+
+
+def covers_all(spans: Seq[Span], wanted: Seq[Span]) -> bool:
+    """Whether every slot of `wanted` is in `spans` (both sorted and disjoint)."""
+    if not wanted:
+        return True
+    known = SpanSet(spans)
+    return all(known.covers(a, b) for a, b in wanted)
+
+
+class Publisher:
+    """Moves pages between sequences and the tree; the manager's writing hand."""
+
+    def __init__(self, layout: Layout, tree: Tree, pools: Seq[PagePool]) -> None:
+        self.layout = layout
+        self.tree = tree
+        self.pools = pools
+        self.block = layout.block_size
+        self.per_block = [layout.block_size // g.page_size for g in layout.groups]
+
+    # -- publish --------------------------------------------------------------------------
+
+    def publish(self, seq: Sequence) -> int:
+        """Whole blocks below `committed` enter the tree. Returns how many blocks."""
+        if seq.dirty and not seq.pending_any:
+            self._publish_dirty(seq)
+        count = (seq.committed - seq.published) // self.block
+        if count < 1:
+            return 0
+        node = seq.tip
+        first = seq.published // self.block
+        stop = (first + count) * self.block
+        tokens = seq.block_tokens(seq.published, stop)
+        step = len(tokens) // count
+        whole = [self._whole(seq, g, seq.published, stop) for g in range(len(self.pools))]
+        for i in range(count):
+            part = tokens[i * step : (i + 1) * step]
+            child = node.children.get(part) if node.children else None
+            if child is None:
+                child = self.tree.add(node, part)
+            self._merge(seq, child, first + i, whole)
+            if len(node.order) > 1:
+                self._supersede(node, child)
+            node = child
+        self._move_tip(seq, node)
+        seq.published = stop
+        return count
+
+    def publish_partial(self, seq: Sequence) -> None:
+        """The last, partly filled block enters under its own key, unless a longer block of the
+        same tokens already says as much."""
+        if seq.committed == seq.published:
+            return
+        tokens = seq.block_tokens(seq.published, seq.committed)
+        mine = [
+            seq.canonical(g, max(seq.published, self._low(seq, g)), seq.committed)
+            for g in range(len(self.pools))
+        ]
+        for node in self.tree.extensions(seq.tip, tokens):
+            runs = node.runs
+            if all(covers_all(r.spans if r else (), w) for r, w in zip(runs, mine, strict=True)):
+                return
+        if not any(mine):
+            return
+        children = seq.tip.children
+        node = children.get(tokens) if children else None
+        node = node or self.tree.add(seq.tip, tokens)
+        self._merge(seq, node, seq.published // self.block, None)
+        if len(seq.tip.order) > 1:
+            self._supersede(seq.tip, node)
+        self.tree.prune(node)
+
+    def _low(self, seq: Sequence, g: int) -> int:
+        return seq.first_block[g] * self.block
+
+    def _whole(self, seq: Sequence, g: int, start: int, stop: int) -> bool:
+        """Whether blocks [start, stop) of group g are all canonical, in pages of its own."""
+        low = max(start, self.layout.groups[g].lookahead)
+        return (
+            not seq.tainted[g]
+            and self._low(seq, g) <= start
+            and len(seq.runs[g]) <= start // self.block
+            and seq.coverage[g].covers(low, stop)
+        )
+
+    def _merge(self, seq: Sequence, node: Node, b: int, whole: Seq[bool] | None) -> None:
+        """Bring block b of the sequence and `node` together, group by group."""
+        runs, start, stop = node.runs, node.start, node.stop
+        for g in range(len(runs)):
+            if whole is not None and whole[g] and runs[g] is None:
+                low = max(start, self.layout.groups[g].lookahead)
+                if low >= stop:
+                    continue
+                per = self.per_block[g]
+                pages = seq.pages[g][b * per : (b + 1) * per]
+                if (
+                    low // self.layout.groups[g].page_size
+                    == start // self.layout.groups[g].page_size
+                ):
+                    run = Run(node, g, pages, per, ((low, stop),), True)
+                    runs[g] = run
+                    seq.set_run(g, b, run)
+                    continue
+            if b >= seq.first_block[g]:
+                self._merge_group(seq, node, g, b)
+
+    def _merge_group(self, seq: Sequence, node: Node, g: int, b: int) -> None:
+        mine = seq.canonical(g, node.start, node.stop)
+        theirs = node.runs[g]
+        if not mine or seq.run_at(g, b) is not None:
+            return
+        if theirs is None:
+            self._attach(seq, node, g, b, mine)
+            return
+        if covers_all(theirs.spans, seq.coverage[g].within(node.start, node.stop)):
+            if node.stop - node.start == self.block:
+                self._swap(seq, theirs, g, b)
+        elif covers_all(mine, theirs.spans) and mine != theirs.spans:
+            self.pools[g].detach(theirs)
+            self._attach(seq, node, g, b, mine)
+
+    def _attach(self, seq: Sequence, node: Node, g: int, b: int, mine: tuple[Span, ...]) -> None:
+        """The sequence's own pages of block b become the node's run; rowless pages are freed."""
+        group, per = self.layout.groups[g], self.per_block[g]
+        table = seq.pages[g]
+        known = SpanSet(mine)
+        keep = [
+            bool(
+                known.within(
+                    node.start + j * group.page_size, node.start + (j + 1) * group.page_size
+                )
+            )
+            for j in range(per)
+        ]
+        end = min(len(table), (b + 1) * per)
+        for i in range(b * per, end):
+            if not keep[i - b * per]:
+                self.pools[g].give((table[i],))
+                table[i] = NO_PAGE
+        pages = table[b * per : end]
+        pages.extend([NO_PAGE] * (per - len(pages)))
+        low = max(node.start, group.lookahead)
+        full = node.stop - node.start == self.block and mine == ((low, node.stop),)
+        run = Run(node, g, pages, sum(keep), mine, full)
+        node.runs[g] = run
+        seq.set_run(g, b, run)
+        seq.coverage[g].remove(node.stop, end * group.page_size)
+
+    def _swap(self, seq: Sequence, run: Run, g: int, b: int) -> None:
+        """The tree has these rows: share them and give back the sequence's own pages."""
+        per = self.per_block[g]
+        self.pools[g].hold(run)
+        self.pools[g].give(seq.pages[g][b * per : (b + 1) * per])
+        seq.pages[g][b * per : (b + 1) * per] = run.pages
+        seq.set_run(g, b, run)
+
+    def _supersede(self, parent: Node, node: Node) -> None:
+        """Partial siblings that are a prefix of `node` and covered no better leave the tree."""
+        for leaf in self.tree.prefixes(parent, node.tokens):
+            pairs = list(zip(leaf.runs, node.runs, strict=True))
+            if all(covers_all(new.spans if new else (), old.spans) for old, new in pairs if old):
+                for g, run in enumerate(leaf.runs):
+                    if run is not None:
+                        self.pools[g].detach(run)
+                self.tree.prune(leaf)
+
+    def _publish_dirty(self, seq: Sequence) -> None:
+        """Blocks claimed from the tree whose holes this sequence has filled in copies."""
+        path: dict[int, Node] = {}
+        node: Node | None = seq.tip
+        while node is not None and node.parent is not None:
+            path[node.start // self.block] = node
+            node = node.parent
+        for b in seq.dirty:
+            self._merge(seq, path[b], b, None)
+        seq.dirty.clear()
+
+    def _move_tip(self, seq: Sequence, node: Node) -> None:
+        old = seq.tip
+        node.pins += 1
+        old.pins -= 1
+        seq.tip = node
+        self.tree.prune(old)
+
+    # -- give up --------------------------------------------------------------------------
+
+    def slide(self, seq: Sequence, caching: bool) -> None:
+        """Give back windowed groups' blocks that no later pass of the sequence reads."""
+        if seq.pending_any or seq.dirty:
+            return
+        settled = (seq.published if caching else seq.committed) // self.block
+        for g, group in enumerate(self.layout.groups):
+            if group.window is None:
+                continue
+            ahead = self.layout.lookahead if group.domain is Domain.TARGET else 0
+            low = max(0, group.first_needed(max(0, seq.committed - ahead)))
+            keep = min(low // self.block, settled)
+            if keep > seq.first_block[g]:
+                self._give_blocks(seq, g, seq.first_block[g], keep)
+                seq.first_block[g] = keep
+
+    def _give_blocks(self, seq: Sequence, g: int, first: int, stop: int) -> None:
+        per, table, pool = self.per_block[g], seq.pages[g], self.pools[g]
+        for b in range(first, stop):
+            run = seq.run_at(g, b)
+            if run is None:
+                pool.give(table[b * per : (b + 1) * per])
+            else:
+                seq.runs[g][b] = None
+                pool.drop(run, first=True)
+        table[first * per : stop * per] = [NO_PAGE] * ((stop - first) * per)
+        seq.coverage[g].remove(0, stop * self.block)
+        seq.tainted[g].remove(0, stop * self.block)
+
+    def release(self, seq: Sequence) -> None:
+        """Drop every page, children before parents, and the pin on the path."""
+        self.unpin(seq)
+        for g, pool in enumerate(self.pools):
+            per, table, runs = self.per_block[g], seq.pages[g], seq.runs[g]
+            pool.give(table[len(runs) * per :])
+            for b in range(len(runs) - 1, -1, -1):
+                run = runs[b]
+                if run is None:
+                    pool.give(table[b * per : (b + 1) * per])
+                else:
+                    pool.drop(run)
+            table.clear()
+            runs.clear()
+        seq.tip.pins -= 1
+        self.tree.prune(seq.tip)
+
+    def unpin(self, seq: Sequence) -> None:
+        """The copies are done (or no longer wanted): their sources are no longer held."""
+        for run in seq.sources:
+            self.pools[run.group].drop(run)
+        seq.sources.clear()
+
+    # -- evict ----------------------------------------------------------------------------
+
+    def make_room(self, g: int, count: int) -> int:
+        """Evict cached runs of group g until `count` pages are free. Returns pages evicted."""
+        pool, evicted = self.pools[g], 0
+        while len(pool.free) < count:
+            if not pool.lru:
+                raise InvariantError(f"{pool.name}: {count} pages promised, nothing to evict")
+            run = next(iter(pool.lru))
+            evicted += run.size
+            self.evict(run)
+        return evicted
+
+    def evict(self, run: Run) -> None:
+        """A cached run leaves the tree; a block without its target pages goes as a whole."""
+        node, group = run.node, self.layout.groups[run.group]
+        self.pools[run.group].detach(run)
+        if group.required and group.window is None:
+            if node.children or node.pins:
+                raise InvariantError(
+                    f"block [{node.start}, {node.stop}) is evicted before its children"
+                )
+            for g, other in enumerate(node.runs):
+                if other is not None:
+                    if other.refs:
+                        raise InvariantError(f"a held run of {self.pools[g].name} lost its block")
+                    self.pools[g].detach(other)
+        self.tree.prune(node)
