@@ -211,5 +211,5 @@ def counters(engine: Engine) -> Counters:
     return Counters(
         draft_hit_tokens=sum(stats.draft_hit_tokens.values()),
         draft_gap_tokens=sum(stats.draft_gap_tokens.values()),
-        recomputed_target_tokens=stats.recomputed_target_tokens,
+        recomputed_target_tokens=stats.recomputed_positions,
     )
