@@ -43,6 +43,30 @@ class Choice:
     gaps: Tensor
 
 
+def choose(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    anchors: Sequence[int],
+) -> Choice:
+    """Draft one token per row of logits [P, V] float32: the best, or sampled as the request asks.
+
+    positions: of the drafted tokens; anchors: of the steps' anchors, which key the uniforms.
+    """
+    top = logits.topk(min(2, logits.shape[-1]))
+    fixed = [is_deterministic(p) for p in params]
+    probs: list[Tensor | None] = [None] * len(fixed)
+    if all(fixed):
+        return Choice(top.indices[:, 0], probs, _gaps(top.values))
+    tokens = top.indices[:, 0].tolist()
+    for i in (i for i, best in enumerate(fixed) if not best):
+        q = draft_distribution(logits[i : i + 1], params[i])[0]
+        tokens[i] = sample(q, uniform(seeds[i], positions[i], Purpose.DRAFT, anchors[i]))
+        probs[i] = q
+    return Choice(torch.tensor(tokens, device=logits.device), probs, _gaps(top.values))
+
+
 class DraftHead:
     """weight [V_draft, d]; ids [V_draft]: target ids of its rows, None if the vocabularies agree.
 
@@ -70,24 +94,14 @@ class DraftHead:
         positions: Sequence[int],
         anchors: Sequence[int],
     ) -> Choice:
-        """Draft one token per row. hidden [P, d]; positions: of the drafted tokens.
-
-        anchors: positions of the steps' anchors, which key the uniforms.
-        """
-        greedy = [is_deterministic(p) for p in params]
-        if all(greedy):
+        """Draft one token per row of hidden [P, d], after the drafter's final norm."""
+        if all(is_deterministic(p) for p in params):
             best, gaps = self._best(hidden)
-            return Choice(self._target_ids(best), [None] * len(greedy), gaps)
+            return Choice(self._target_ids(best), [None] * len(params), gaps)
         logits = self.logits(hidden, NUM_SAMPLED)
-        top = logits.topk(min(2, logits.shape[-1]))
-        rows, probs = top.indices[:, 0].tolist(), [None] * len(greedy)
-        for i, fixed in enumerate(greedy):
-            if not fixed:
-                q = draft_distribution(logits[i : i + 1], params[i])[0]
-                rows[i] = sample(q, uniform(seeds[i], positions[i], Purpose.DRAFT, anchors[i]))
-                probs[i] = self._spread(q)
-        tokens = torch.tensor(rows, device=logits.device)
-        return Choice(self._target_ids(tokens), probs, _gaps(top.values))
+        choice = choose(logits, params, seeds, positions, anchors)
+        probs = [None if q is None else self._spread(q) for q in choice.probs]
+        return Choice(self._target_ids(choice.tokens), probs, choice.gaps)
 
     def logits(self, hidden: Tensor, num_exact: int) -> Tensor:
         """[P, d] to [P, V_draft] float32; under a screen only the num_exact best are exact."""
@@ -100,12 +114,14 @@ class DraftHead:
     def _best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Row index of the best logit [P] and its lead over the second [P]."""
         if self._screen is None:
-            values = F.linear(hidden, self.weight).float()
-            top = values.topk(min(2, values.shape[-1]))
-            return top.indices[:, 0], _gaps(top.values)
-        values, index = self._rescored(hidden, self._screened(hidden), NUM_GREEDY)
+            values, index = F.linear(hidden, self.weight).float(), None
+        else:
+            values, index = self._rescored(hidden, self._screened(hidden), NUM_GREEDY)
         top = values.topk(min(2, values.shape[-1]))
-        return index.gather(1, top.indices[:, :1])[:, 0], _gaps(top.values)
+        best = top.indices[:, 0]
+        if index is not None:
+            best = index.gather(1, best[:, None])[:, 0]
+        return best, _gaps(top.values)
 
     def _screened(self, hidden: Tensor) -> Tensor:
         """Approximate logits [P, V_draft] bfloat16; row by row, which the kernel is made for."""
@@ -126,10 +142,9 @@ class DraftHead:
 
     def _spread(self, q: Tensor) -> Tensor:
         """[V_draft] over the target's vocabulary [V]; zero where there is no draft token."""
-        if self.ids is None and len(q) == self.vocab_size:
+        if self.ids is None:
             return q
-        ids = torch.arange(len(q), device=q.device) if self.ids is None else self.ids
-        return q.new_zeros(self.vocab_size).index_copy_(0, ids, q)
+        return q.new_zeros(self.vocab_size).index_copy_(0, self.ids, q)
 
 
 def _gaps(top: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def save(
     weights: as `expected_shapes` names them. quantise: matrices as int8 with one scale per row,
     else everything in dtype. extra: entries for config.json under "training" (a record, not read).
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save as serialised
 
     path = Path(directory)
     weights = normalise(weights, str(path))
@@ -80,10 +80,10 @@ def save(
     record["has_own_embed_tokens"] = "embed_tokens.weight" in weights
     if extra:
         record["training"] = dict(extra)
+    text, data = json.dumps(record, indent=2) + "\n", serialised(stored, {"format": "pt"})
     path.mkdir(parents=True, exist_ok=True)
-    _replace(path / "model.safetensors", lambda tmp: save_file(stored, tmp, {"format": "pt"}))
-    text = json.dumps(record, indent=2) + "\n"
-    _replace(path / "config.json", lambda tmp: tmp.write_text(text))
+    _replace(path / "model.safetensors", data)
+    _replace(path / "config.json", text.encode())
     return path
 
 
@@ -334,7 +334,7 @@ def _dequantised(tensors: Mapping[str, Tensor], origin: str) -> dict[str, Tensor
     return out
 
 
-def _replace(file: Path, write: Any) -> None:
+def _replace(file: Path, data: bytes) -> None:
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    write(temporary)
+    temporary.write_bytes(data)
     os.replace(temporary, file)
