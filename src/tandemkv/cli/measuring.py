@@ -24,7 +24,7 @@ _ACCEPTANCE = (
     Opt("plain", bool, "Also run without a drafter.", ("--plain/--no-plain",)),
     Opt("show_loss", bool, "Add warm runs without the drafter's rows.", ("--show-loss",)),
 )
-_DRAFTERS = "eagle3, draft_model, ngram, several of them (a,b), or all."
+_DRAFTERS = "eagle3 (the default), draft_model, ngram, several of them (a,b), or all."
 _EXPLAIN = (
     Opt("prompt", str, "Run this prompt and show where its KV came from."),
     Opt("then", str, "A second prompt, run after the first."),
@@ -92,11 +92,11 @@ def _drafters(given: SimpleNamespace) -> tuple[str, ...]:
     if given.speculative_config is not None:
         asked = speculative(given.speculative_config, {})["drafter"]
     else:
-        asked = given.drafter or ("all" if given.model is None else "")
+        asked = given.drafter or "auto"
     if asked == "all":
         return ("eagle3", "ngram") if given.drafter_path is None else ("eagle3",)
-    if asked in ("", "auto"):
-        asked = "eagle3"
+    if asked == "auto":
+        return ("eagle3",)
     return names(asked, "--drafter", DRAFTERS)
 
 

@@ -1,0 +1,236 @@
+"""The command line: options from the line and the file, one line per error, cheap help."""
+
+import json
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from tandemkv.base.config import EngineConfig
+from tandemkv.base.errors import ConfigError
+from tandemkv.cli import app, options, preparing, run
+from tandemkv.cli.measuring import lab_options
+from tandemkv.cli.options import engine_config, speculative
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """given(*argv): the options that a command line hands to its command."""
+    import typer
+
+    def parse(*argv):
+        caught = []
+        probe = typer.Typer(rich_markup_mode=None)
+        probe.callback()(lambda: None)
+        engine = (options.MODEL, *options.ENGINE)
+        from tandemkv.cli import measuring
+
+        options.command(probe, "acceptance", *measuring._ACCEPTANCE, *engine)(caught.append)
+        typer.main.get_command(probe).main(["acceptance", *argv], standalone_mode=False)
+        return caught[0]
+
+    return parse
+
+
+def one_line(capsys):
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1, err
+    assert err.startswith("tandemkv: ")
+    return err
+
+
+def test_help_lists_the_commands_and_imports_no_torch():
+    code = (
+        "import sys; from tandemkv.cli import run; status = run(sys.argv[1:]);"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules;"
+        "sys.exit(status)"
+    )
+    for argv in ([], ["--help"], ["acceptance", "--help"], ["train", "eagle3", "--help"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True
+        )
+        assert "Usage: tandemkv" in done.stdout
+    assert done.stderr == ""
+
+
+def test_version_is_printed(capsys):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("tandemkv ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "cause"),
+    [
+        (["frobnicate"], "no such command 'frobnicate'"),
+        (["acceptence"], "did you mean 'acceptance'"),
+        (["serve", "--drafte", "x"], "no such option: --drafte; did you mean --drafter"),
+        (["serve", "--port"], "requires an argument"),
+        (["serve", "--port", "many"], "--port"),
+        (["serve", "--port", "99999"], "--port must be in"),
+        (["serve", "--block-size", "12"], "block_size must be a power of two"),
+        (["serve", "--claim-policy", "lazy"], "claim_policy must be one of exact, fast, auto"),
+        (["serve", "--dtype", "int3"], "dtype must be one of"),
+        (["serve", "--threads", "0", "--max-running", "0"], "threads must be at least 1"),
+        (["generate", " "], "the prompt is empty"),
+        (["generate", "x", "--temperature", "nan"], "temperature must be a finite number"),
+        (["generate", "x", "--max-tokens", "0"], "max_tokens must be at least 1"),
+        (["generate", "x", "--model", "/nowhere/at.gguf"], "/nowhere/at.gguf"),
+        (["acceptance", "--drafter", "eagle"], "did you mean 'eagle3'"),
+        (["acceptance", "--paths", "cold,wram"], "did you mean 'warm'"),
+        (["acceptance", "--paths", ","], "--paths: no name given"),
+        (["acceptance", "--preset", "mtbench"], "did you mean 'mt_bench'"),
+        (["acceptance", "--fault", "flood"], "--fault: 'flood' is not one of"),
+        (["acceptance", "--prompts", "nowhere"], "neither a file nor one of bundled"),
+        (["acceptance", "--limit", "0"], "--limit must be at least 1"),
+        (["acceptance", "--batch", "2", "--max-running", "3"], "say the same twice"),
+        (["serve", "--config", "/nowhere.yaml"], "--config /nowhere.yaml"),
+        (["train", "eagle3"], "--out is missing"),
+        (["train", "eagle4"], "no such command 'eagle4'"),
+    ],
+)
+def test_a_bad_command_line_is_one_line_that_names_the_cause(argv, cause, capsys):
+    assert run(argv) == 2
+    assert cause in one_line(capsys)
+
+
+def test_verbose_adds_the_traceback(capsys):
+    assert run(["serve", "--port", "99999", "--verbose"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_every_option_of_the_engine_is_an_option_of_the_line():
+    known = {option.name for option in (options.MODEL, *options.ENGINE)}
+    fields = {field.name for field in msgspec.structs.fields(EngineConfig)}
+    not_asked = {"trace", "faults", "drafter_options"}  # --fault, --speculative-config
+    assert fields - known == not_asked
+
+
+def test_every_option_of_training_is_an_option_of_the_line():
+    from tandemkv.train import TrainOptions
+
+    fields = {field.name for field in msgspec.structs.fields(TrainOptions)}
+    assert fields == {option.name for option in preparing._TRAIN}
+
+
+def test_training_options_reach_the_trainer_with_their_types():
+    from types import SimpleNamespace
+
+    from tandemkv.train import TrainOptions
+
+    values = preparing.train_values(
+        SimpleNamespace(out="x", prompts="a,b", pools='[{"name": "p", "rows": 2, "length": 64}]')
+    )
+    asked = preparing._converted(values, TrainOptions)
+    assert asked.prompts == ("a", "b")
+    assert asked.pools[0].rows == 2
+
+
+def test_what_is_left_open_stays_open(given):
+    assert engine_config(given()) == EngineConfig()
+
+
+def test_options_reach_the_configuration(given):
+    config = engine_config(
+        given(
+            *("--drafter", "ngram", "--dtype", "bf16", "--threads", "2", "--no-prefix-caching"),
+            *("--fault", "withhold_draft_rows", "--model", "some/where"),
+        )
+    )
+    assert config == EngineConfig(
+        drafter="ngram",
+        dtype="bfloat16",
+        threads=2,
+        prefix_caching=False,
+        faults=("withhold_draft_rows",),
+        model="some/where",
+    )
+
+
+def test_a_file_gives_options_and_the_line_wins(given, tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "drafter: ngram\nblock-size: 32\nprefix_caching: false\nmax_tokens: 9\n"
+        "speculative_config:\nthreads: 4\n"
+    )
+    values = given("--config", str(path), "--threads", "1")
+    config = engine_config(values)
+    assert (config.drafter, config.block_size, config.prefix_caching) == ("ngram", 32, False)
+    assert config.threads == 1
+    assert values.max_tokens == 9
+
+
+def test_lists_and_mappings_of_a_file_mean_what_the_line_would(given, tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("paths: [cold, warm]\nspeculative-config:\n  method: ngram\n")
+    values = given("--config", str(path))
+    assert values.paths == "cold,warm"
+    assert engine_config(values).drafter == "ngram"
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        ("thread: 1\n", "unknown key 'thread'; did you mean 'threads'"),
+        ("- a\n", "expected options"),
+        ("a: [\n", "--config"),
+        ("block_size: many\n", "block-size"),
+    ],
+)
+def test_a_bad_file_is_refused_by_key(content, cause, tmp_path, capsys):
+    path = tmp_path / "c.yaml"
+    path.write_text(content)
+    assert run(["serve", "--config", str(path)]) == 2
+    assert cause in one_line(capsys)
+
+
+def test_speculative_config_is_read_as_vllm_users_write_it():
+    text = json.dumps({"method": "eagle3", "model": "a/b", "num_speculative_tokens": 3})
+    assert speculative(text, {}) == {
+        "drafter": "eagle3",
+        "drafter_path": "a/b",
+        "num_draft_tokens": 3,
+    }
+
+
+def test_what_a_drafter_takes_beyond_that_is_handed_on():
+    text = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5}'
+    assert speculative(text, {})["drafter_options"] == {"prompt_lookup_max": 5}
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "cause"),
+    [
+        ("{", {}, "not JSON"),
+        ("[]", {}, "expected an object"),
+        ("{}", {}, "method is missing"),
+        ('{"method": "medusa"}', {}, "method 'medusa' is not one of"),
+        ('{"method": "ngram"}', {"drafter": "eagle3"}, "say the same twice"),
+    ],
+)
+def test_a_bad_speculative_config_is_refused(text, values, cause):
+    with pytest.raises(ConfigError, match=cause):
+        speculative(text, values)
+
+
+def test_a_preset_fixes_what_decides_the_number(given):
+    asked = lab_options(given("--preset", "gsm8k", "--limit", "5", "--threads", "1"))
+    assert (asked.prompts, asked.limit, asked.max_tokens) == ("gsm8k", 5, 256)
+    assert asked.cut_loops
+    assert asked.paths == ("cold",)
+    assert asked.engine.num_draft_tokens == 4
+
+
+def test_acceptance_takes_one_drafter_several_or_all(given):
+    assert lab_options(given()).drafters == ("eagle3",)
+    assert lab_options(given("--drafter", "all")).drafters == ("eagle3", "ngram")
+    assert lab_options(given("--drafter", "ngram")).drafters == ("ngram",)
+    assert lab_options(given("--drafter", "ngram,eagle3")).drafters == ("ngram", "eagle3")
+    assert lab_options(given("--drafter-path", "x", "--drafter", "all")).drafters == ("eagle3",)
+    assert lab_options(given("--speculative-config", '{"method": "ngram"}')).drafters == ("ngram",)
+
+
+def test_the_commands_of_this_release_are_these():
+    names = {command.name for command in app.registered_commands}
+    names |= {group.name for group in app.registered_groups}
+    assert names == {"serve", "generate", "chat", "acceptance", "explain", "convert", "train"}
