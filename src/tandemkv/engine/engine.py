@@ -181,6 +181,7 @@ class Engine:
     def step(self) -> list[Output]:
         """One step; the outputs of every request that moved or ended."""
         plan = self.scheduler.plan()
+        self.storage.freed(self.kv.drain_freed())  # before a page given out again is written
         try:
             result = self.runner.run(plan)
         except InvariantError:
@@ -204,9 +205,7 @@ class Engine:
     ) -> list[Completion]:
         """Run requests to their end, batched; results in the order given."""
         added = [
-            self.add(
-                r.prompt, r.params, namespace=r.namespace, priority=r.priority, watch=r.watch
-            )
+            self.add(r.prompt, r.params, namespace=r.namespace, priority=r.priority, watch=r.watch)
             for r in requests
         ]
         wanted = {r.id for r in added}

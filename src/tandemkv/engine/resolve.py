@@ -112,8 +112,7 @@ def resolve(
             f" num_draft_tokens {k}"
         )
     pages = tuple(
-        _group_pages(group, layout, tokens, length, running, batch, k, resolver)
-        for group in groups
+        _group_pages(group, layout, tokens, length, running, batch, k, resolver) for group in groups
     )
     return Plan(layout, pages, k, length, batch, running, resolver.done())
 

@@ -54,9 +54,7 @@ class Runner:
         inputs = target_inputs(plan, self._layout, self._storage.pools)
         hidden = features = None
         if inputs.rows:
-            out = self._target.forward(
-                inputs.token_ids, inputs.positions, inputs.rows, self._taps
-            )
+            out = self._target.forward(inputs.token_ids, inputs.positions, inputs.rows, self._taps)
             hidden, features = out.hidden, out.features
         results = self._verify(plan, inputs.starts, hidden)
         self._propose(plan, results, inputs.starts, features)
@@ -89,9 +87,7 @@ class Runner:
         for i, row in zip(wanted, first, strict=True):
             segment = plan.segments[i]
             count = segment.num_drafts + 1
-            results[i] = self._judge(
-                segment, logits[row : row + count], best[row : row + count]
-            )
+            results[i] = self._judge(segment, logits[row : row + count], best[row : row + count])
         return results
 
     def _judge(self, segment: Segment, logits: Tensor, best: list[int]) -> SegmentResult:

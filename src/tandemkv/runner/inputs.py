@@ -109,9 +109,13 @@ def draft_inputs(
         stop = segment.start + count
         known = [*segment.seq.tokens, *emitted[i]] if emitted[i] else segment.seq.tokens
         writes = [clip(segment.write[g], stop + layout.groups[g].lookahead) for g in groups]
+        readable = [list(segment.seq.coverage[g]) for g in groups]
         if exact_proposals and segment.num_drafts:
+            # rows of the anchor and of accepted drafts were written, truly, while proposing
             fed = segment.start + min(accepted[i] + 1, segment.num_drafts)
             writes = [[(max(a, fed), b) for a, b in spans if b > fed] for spans in writes]
+            for spans in readable:
+                spans.append((segment.start, fed))
         wants = segment.num_propose if emitted[i] or not segment.samples else 0
         if not wants and not any(writes):
             continue
@@ -130,7 +134,7 @@ def draft_inputs(
                 row_stop=row + stop - first,
                 position=first,
                 pages=[segment.seq.pages[g] for g in groups],
-                readable=[list(segment.seq.coverage[g]) for g in groups],
+                readable=readable,
                 writes=writes,
                 tokens=known,
                 num_rows=stop,
