@@ -228,14 +228,18 @@ def test_top_p_over_a_large_vocabulary_is_the_same_with_and_without_the_short_cu
     generator = torch.Generator().manual_seed(0)
     peaked = (8 * torch.randn(4, 5000, generator=generator)).round()  # many ties, some at the cut
     flat = 0.1 * torch.randn(2, 5000, generator=generator)
-    logits = torch.cat([peaked, flat])
-    settings = [SamplingParams(top_p=p) for p in (0.3, 0.9, 0.999)]
+    logits = torch.cat(
+        [peaked, flat, torch.zeros(1, 5000).index_fill(1, torch.tensor([4000]), 1.0)]
+    )
+    settings = [SamplingParams(top_p=p) for p in (0.1, 0.9, 0.999)]
     short = [distribution(logits, params) for params in settings]
     monkeypatch.setattr(sampling, "TOP_P_CANDIDATES", 10_000)
     for a, b in zip(short, [distribution(logits, params) for params in settings], strict=True):
         assert torch.equal(a, b)
     assert int((short[2][4] > 0).sum()) > 4000
     assert int((short[0][0] > 0).sum()) < 100
+    equals = (short[0][6] > 0).nonzero()[:, 0].tolist()  # the cut among equals: lower ids first
+    assert equals == [*range(len(equals) - 1), 4000]
 
 
 def test_the_best_token_alone_is_one_hot_also_on_ties():

@@ -108,6 +108,10 @@ def test_an_impossible_draft_is_rejected_and_a_padding_draft_ends_the_drafts(met
         wrong = verify(logits, [2, 3], None, token_params(method), seed, 5)
         assert wrong.num_accepted == 0
         assert wrong.token != 2
+        q = torch.tensor(
+            [[0.5, 0.5, 0.0, 0.0, 0.0, 0.0]] * 2
+        )  # not sampled from: a defect elsewhere
+        assert verify(logits, [2, 3], q, token_params(method), seed, 5).num_accepted == 0
         padded = verify(logits, [-1, 3], None, token_params(method), seed, 5)
         assert padded == verify(logits[:1], [], None, token_params(method), seed, 5)
 
