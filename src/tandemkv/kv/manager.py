@@ -422,8 +422,7 @@ class KVManager:
     def finish(self, seq: Sequence) -> None:
         """Publish all committed rows, the last partial block included, and give up the pages."""
         if self._publishes(seq.dummy):
-            for spans in seq.pending:
-                spans.remove(0, spans.stop)
+            self._publisher.settle(seq)
             self.stats.published_blocks += self._publisher.publish(seq)
             self._publisher.publish_partial(seq)
         self.release(seq)

@@ -89,6 +89,17 @@ class Publisher:
             self._supersede(seq.tip, node)
         self.tree.prune(node)
 
+    def settle(self, seq: Sequence) -> None:
+        """The sequence reads and writes no more: plans are off, rows that are not canonical go."""
+        for spans in seq.pending:
+            spans.remove(0, spans.stop)
+        for covered, tainted in zip(seq.coverage, seq.tainted, strict=True):
+            for a, b in tainted:
+                covered.remove(a, b)
+            tainted.remove(0, tainted.stop)
+        seq.dirty = sorted({*seq.dirty, *seq.held_back})
+        seq.held_back.clear()
+
     def _low(self, seq: Sequence, g: int) -> int:
         return seq.first_block[g] * self.block
 
@@ -127,6 +138,9 @@ class Publisher:
         mine = seq.canonical(g, node.start, node.stop)
         theirs = node.runs[g]
         if not mine or seq.run_at(g, b) is not None:
+            return
+        if seq.tainted[g].within(node.start, node.stop):
+            seq.held_back.append(b)  # its other rows are still read here; see settle()
             return
         if theirs is None:
             self._attach(seq, node, g, b, mine)

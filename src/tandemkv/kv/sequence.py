@@ -30,7 +30,8 @@ class Sequence:
     pages: per group, the page table (index = slot // page_size; NO_PAGE where nothing is held).
     coverage: per group, readable slots. tainted: those of them that are not canonical (computed
     past a gap by a drafter that is not pointwise): never published. pending: planned writes of
-    holes. runs: per group and block, the tree's run whose pages the table shares. first_block: per
+    holes. dirty: matched blocks with pages of its own; held_back: blocks that wait for the end,
+    for their tainted rows are still read. runs: per group and block, the tree's run whose pages the table shares. first_block: per
     group, the first block it still keeps. copied, written, masks: for explain.
     """
 
@@ -42,6 +43,7 @@ class Sequence:
         "dirty",
         "dummy",
         "first_block",
+        "held_back",
         "id",
         "layout",
         "masks",
@@ -79,6 +81,7 @@ class Sequence:
         self.pending: list[SpanSet] = [SpanSet() for _ in groups]
         self.first_block: list[int] = [0] * len(groups)
         self.dirty: list[int] = []
+        self.held_back: list[int] = []
         self.sources: list[Run] = []
         self.taken: list[SpanSet] = [SpanSet() for _ in groups]
         self.copied: list[SpanSet] = [SpanSet() for _ in groups]
