@@ -39,7 +39,7 @@ class Admission:
                 f" at most {limits.max_model_len - 1}",
                 param="prompt",
             )
-        why = self._manager.fits(limits.most_tokens(request) - 1, 0)
+        why = self._manager.fits(n + limits.most_output(request) - 1, 0)
         if why is not None:
             raise RequestError(f"prompt and max_tokens are too long: {why}", param="max_tokens")
 
@@ -95,7 +95,7 @@ class Admission:
             expected_tokens=limits.left(request),
             reserve=min(
                 request.num_tokens - resume + 1 + reach,
-                limits.most_tokens(request) - 1 + reach,
+                len(request.prompt) + request.max_output - 1 + reach,
             ),
         )
 

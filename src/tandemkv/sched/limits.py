@@ -71,14 +71,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def left(self, request: Request) -> int:
         """How many more tokens the request may emit; at least 1 while it lives."""
-        return min(
-            request.params.max_tokens - len(request.output),
-            self.max_model_len - request.num_tokens,
-        )
+        return request.max_output - len(request.output)
 
-    def most_tokens(self, request: Request) -> int:
-        """Prompt and output of the request at its longest."""
-        return min(len(request.prompt) + request.params.max_tokens, self.max_model_len)
+    def most_output(self, request: Request) -> int:
+        """Output tokens of the request at its longest."""
+        return min(request.params.max_tokens, self.max_model_len - len(request.prompt))
 
     def reach(self, num_propose: int) -> int:
         """Rows beyond a step's last whose slots proposals may write; the lookahead that the context

@@ -12,8 +12,6 @@ chunk stays inside one span of its claim. This module does not look at results.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tandemkv.base.errors import InvariantError, RequestError
 from tandemkv.base.spans import Span, SpanSet
 from tandemkv.kv.manager import Claim, KVManager
@@ -74,15 +72,15 @@ class Planner:
         room = self._limits.max_batch_tokens
         decoding = [r for r in running if r.decoding]
         room -= len(decoding) < len(running)  # a row for prompts, so that they move as well
-        rows = {r.id: 1 + len(self._drafts(r)) for r in decoding}
+        rows = {r.id: 1 + self._num_drafts(r) for r in decoding}
         if sum(rows.values()) > room:
             rows = self._least_recent(decoding, rows, room)
         room = self._limits.max_batch_tokens - sum(rows.values())
-        for request in running:
-            if request.decoding or room < 1:
-                continue
-            rows[request.id] = self._chunk_rows(request, room)
-            room -= rows[request.id]
+        if len(decoding) < len(running):
+            for request in running:
+                if room > 0 and not request.decoding:
+                    rows[request.id] = self._chunk_rows(request, room)
+                    room -= rows[request.id]
         self._stats.num_missed += len(running) - len(rows)
         return rows
 
@@ -103,10 +101,13 @@ class Planner:
         left = spans[0][1] - spans[0][0] if spans else 1
         return min(left, room, self._limits.prefill_chunk)
 
-    def _drafts(self, request: Request) -> list[int]:
-        """The drafts to verify: no more than K now, or than may still be emitted."""
-        limit = min(self._limits.drafts_of(request), self._limits.left(request) - 1)
-        return request.drafts if len(request.drafts) <= limit else request.drafts[: max(limit, 0)]
+    def _num_drafts(self, request: Request) -> int:
+        """Drafts to verify: no more than K now, or than may still be emitted."""
+        drafts = request.drafts
+        if not drafts:
+            return 0
+        limits = self._limits
+        return max(0, min(len(drafts), limits.drafts_of(request), limits.left(request) - 1))
 
     def _num_propose(self, request: Request, *, emits: bool) -> int:
         """Drafts to ask for, if the step emits at least one token or none at all."""
@@ -142,44 +143,50 @@ class Planner:
         return False
 
     def _verify(self, request: Request) -> Segment | None:
-        drafts = self._drafts(request)
-        propose = self._num_propose(request, emits=True)
-        start = request.num_tokens - 1
-        for num_drafts, num_propose in _fewer(len(drafts), propose):
+        seq = held(request)
+        start = len(seq.tokens) - 1
+        num_drafts = self._num_drafts(request)
+        num_propose = self._num_propose(request, emits=True)
+        wanted = num_drafts + num_propose
+        for num_drafts, num_propose in _fewer(num_drafts, num_propose):  # noqa: B020
             stop = start + 1 + num_drafts
-            if self._reserve(request, stop, num_propose):
-                self._stats.drafts_skipped += len(drafts) - num_drafts + propose - num_propose
-                return self._segment(
-                    request,
-                    start,
-                    stop,
-                    tokens=[held(request).tokens[start], *drafts[:num_drafts]],
+            if self._reserve(seq, stop, num_propose):
+                self._stats.drafts_skipped += wanted - num_drafts - num_propose
+                return Segment(
+                    request=request,
+                    seq=seq,
+                    start=start,
+                    stop=stop,
+                    tokens=[seq.tokens[start], *request.drafts[:num_drafts]],
                     num_drafts=num_drafts,
                     samples=True,
                     num_propose=num_propose,
+                    write=self._launch(request, seq, start, stop),
                     verify=True,
                 )
         return None
 
     def _chunk(self, request: Request, rows: int) -> Segment | None:
         """The next rows of a prompt or of what a resumed request lost, or a pass to propose."""
-        n = request.num_tokens - bool(request.output)
+        seq = held(request)
+        n = len(seq.tokens) - bool(request.output)
         start, end = request.todo[0] if request.todo else (n, n)
         stop = min(end, start + rows)
         while True:
-            last = stop == n
-            samples = last and not request.output
-            propose = self._num_propose(request, emits=samples) if last else 0
-            for _, num_propose in _fewer(0, propose):
-                if self._reserve(request, stop, num_propose):
-                    self._stats.drafts_skipped += propose - num_propose
-                    return self._segment(
-                        request,
-                        start,
-                        stop,
-                        tokens=held(request).tokens[start:stop],
+            samples = stop == n and not request.output
+            wanted = self._num_propose(request, emits=samples) if stop == n else 0
+            for _, num_propose in _fewer(0, wanted):
+                if self._reserve(seq, stop, num_propose):
+                    self._stats.drafts_skipped += wanted - num_propose
+                    return Segment(
+                        request=request,
+                        seq=seq,
+                        start=start,
+                        stop=stop,
+                        tokens=seq.tokens[start:stop],
                         samples=samples,
                         num_propose=num_propose,
+                        write=self._launch(request, seq, start, stop),
                     )
             if stop - start <= 1:
                 return None
@@ -197,39 +204,19 @@ class Planner:
             request=request, seq=held(request), start=stop, stop=stop, tokens=[], write=write
         )
 
-    def _reserve(self, request: Request, stop: int, num_propose: int) -> bool:
-        return self._manager.reserve(held(request), stop + self._limits.reach(num_propose))
+    def _reserve(self, seq: Sequence, stop: int, num_propose: int) -> bool:
+        return self._manager.reserve(seq, stop + self._limits.reach(num_propose))
 
-    def _segment(
-        self,
-        request: Request,
-        start: int,
-        stop: int,
-        *,
-        tokens: list[int],
-        num_drafts: int = 0,
-        samples: bool = False,
-        num_propose: int = 0,
-        verify: bool = False,
-    ) -> Segment:
-        seq = held(request)
+    def _launch(
+        self, request: Request, seq: Sequence, start: int, stop: int
+    ) -> tuple[tuple[Span, ...], ...]:
+        """Rows [start, stop) are under way; the slots the pass writes, per group."""
         if stop > start:
             self._manager.launch(seq, stop)
         write = seq.writes(start, stop)
-        if not self._limits.context_pass(request):
-            write = tuple(() if g in self._draft_groups else w for g, w in enumerate(write))
-        return Segment(
-            request=request,
-            seq=seq,
-            start=start,
-            stop=stop,
-            tokens=tokens,
-            num_drafts=num_drafts,
-            samples=samples,
-            num_propose=num_propose,
-            write=write,
-            verify=verify,
-        )
+        if self._limits.context_pass(request):
+            return write
+        return tuple(() if g in self._draft_groups else w for g, w in enumerate(write))
 
     # -- admission ---------------------------------------------------------------------------
 
@@ -300,13 +287,14 @@ class Planner:
         return f"{request.num_tokens} tokens do not fit the KV pools, alone in them: {pools}"
 
 
-def _fewer(num_drafts: int, num_propose: int) -> Iterator[tuple[int, int]]:
+def _fewer(num_drafts: int, num_propose: int) -> list[tuple[int, int]]:
     """What to try when pages run out: all, then no proposal, then no drafts either."""
-    yield num_drafts, num_propose
+    tries = [(num_drafts, num_propose)]
     if num_propose:
-        yield num_drafts, 0
+        tries.append((num_drafts, 0))
     if num_drafts:
-        yield 0, 0
+        tries.append((0, 0))
+    return tries
 
 
 def held(request: Request) -> Sequence:

@@ -117,7 +117,8 @@ class Request:
     own, else drawn here. num_draft_tokens: K for this request, None for the engine's; may change
     while it runs. todo: positions still to run before it decodes; draft_todo: positions that a
     drafter rebuilt from tokens runs alone before those, rebuild: the same by group. must_propose:
-    it lacks nothing but drafts. cached_tokens: the hit of the first admission.
+    it lacks nothing but drafts. max_output: output tokens at most, by max_tokens and the model's
+    length. cached_tokens: the hit of the first admission.
     """
 
     id: str
@@ -140,6 +141,7 @@ class Request:
     draft_todo: list[Span] = field(default_factory=list[Span])
     rebuild: tuple[SpanSet, ...] = ()
     must_propose: bool = False
+    max_output: int = 0
     cached_tokens: int = 0
     admitted: bool = False
     last_step: int = -1

@@ -69,6 +69,8 @@ class Scheduler:
         self.trace = trace
         self._manager = manager
         self._layout = manager.layout
+        self._draft_groups = manager.layout.draft_groups
+        self._lookaheads = [group.lookahead for group in manager.layout.groups]
         self._eos = frozenset(eos_token_ids)
         self._queues = Queues(patience)
         self._stats = SchedulerStats()
@@ -85,6 +87,7 @@ class Scheduler:
             raise RequestError(f"request id {request.id!r} is in use", status=409)
         self.limits.check_draft_tokens(request.num_draft_tokens)
         self._planner.admission.check_fits(request)
+        request.max_output = self.limits.most_output(request)
         self._queues.add(request)
 
     def abort(self, request_id: str) -> Output | None:
@@ -246,30 +249,30 @@ class Scheduler:
     def _commit(self, segment: Segment, kept: list[int]) -> None:
         """Make the step's rows final: all of a chunk; the anchor's and the kept drafts'."""
         manager, seq = self._manager, segment.seq
-        if segment.verify:
-            rows = segment.start + len(kept)
-        else:
-            rows = max(seq.committed, segment.stop)
+        final = segment.start + len(kept) if segment.verify else segment.stop
         if kept:
             manager.append(seq, kept)
-        final = segment.start + len(kept) if segment.verify else segment.stop
+        known = len(seq.tokens)
         written = [
-            _clip(spans, min(final + group.lookahead, len(seq.tokens)))
-            for spans, group in zip(segment.write, self._layout.groups, strict=True)
+            _clip(spans, min(final + ahead, known))
+            for spans, ahead in zip(segment.write, self._lookaheads, strict=True)
         ]
+        rows = max(seq.committed, final)
         manager.commit(seq, rows, written)
-        manager.rewind(seq)
-        self._mask_unwritten(segment, final)
-        manager.publish(seq)
+        if final < segment.stop:
+            manager.rewind(seq)
+        if not all(segment.write[g] for g in self._draft_groups):
+            self._mask_unwritten(segment, final)
+        if not segment.verify or rows - seq.published >= self._layout.block_size:
+            manager.publish(seq)
 
     def _mask_unwritten(self, segment: Segment, final: int) -> None:
         """Say aloud what a drafter whose context pass is off did not write."""
-        if self.limits.context_pass(segment.request) or segment.start == segment.stop:
-            return
         missing = segment.seq.writes(segment.start, final)
-        for g in self._layout.draft_groups:
+        for g in self._draft_groups:
             for start, stop in missing[g]:
-                self._manager.mask(segment.seq, g, start, stop, "speculation_off")
+                if not segment.write[g]:
+                    self._manager.mask(segment.seq, g, start, stop, "speculation_off")
 
     def _record(self, segment: Segment, part: SegmentResult, kept: list[int]) -> None:
         request = segment.request

@@ -1,0 +1,146 @@
+"""What scheduling a step costs beside the model step it serves: plan and apply, without a model.
+
+Law: the scheduler, the cache and their bookkeeping are the real ones; the model step is replaced by
+a function that makes tokens up at a fixed acceptance. Times are medians over steps of a batch that
+only decodes; the model step to compare with is given or measured elsewhere (`--model-step-ms`).
+This script does not measure the model.
+
+    python benchmarks/scheduler_step.py --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from tandemkv.base.sampling import SamplingParams
+from tandemkv.kv.layout import Domain, LayerGroup, Layout
+from tandemkv.kv.manager import KVManager
+from tandemkv.sched.batch import Segment, SegmentResult, StepPlan, StepResult
+from tandemkv.sched.request import Request
+from tandemkv.sched.scheduler import Scheduler
+
+MODEL_STEP_MS = 70.0
+"""A verify step of 64 requests of the embedded default on two CPU cores takes more than this."""
+
+
+def layout() -> Layout:
+    """The embedded default with its drafter: 30 layers, and one layer a token ahead."""
+    target = LayerGroup(
+        name="target",
+        domain=Domain.TARGET,
+        layers=tuple(range(30)),
+        num_kv_heads=3,
+        head_dim=64,
+    )
+    draft = LayerGroup(
+        name="draft",
+        domain=Domain.DRAFT,
+        layers=(0,),
+        num_kv_heads=9,
+        head_dim=64,
+        lookahead=1,
+        pointwise=True,
+    )
+    return Layout(block_size=16, groups=(target, draft))
+
+
+class FakeStep:
+    """Answers plans: each draft is accepted with the given chance."""
+
+    def __init__(self, acceptance: float, seed: int = 0) -> None:
+        self._acceptance = acceptance
+        self._random = random.Random(seed)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return StepResult(plan.step, [self._part(segment) for segment in plan.segments])
+
+    def _part(self, segment: Segment) -> SegmentResult:
+        draw, accepted = self._random, 0
+        while accepted < segment.num_drafts and draw.random() < self._acceptance:
+            accepted += 1
+        tokens = segment.tokens[1 : 1 + accepted]
+        if segment.samples:
+            tokens = [*tokens, draw.randrange(3, 49152)]
+        drafts = [draw.randrange(3, 49152) for _ in range(segment.num_propose)]
+        return SegmentResult(segment.seq.id, tokens, accepted, drafts)
+
+
+def measure(num_running: int, prompt: int, steps: int, k: int) -> dict[str, float]:
+    """Medians and tails over `steps` steps of a batch of `num_running` decoding requests."""
+    tokens = num_running * (prompt + (steps + 20) * (k + 1) + 64)
+    kv = KVManager(layout(), [tokens // 16 + 1] * 2)
+    scheduler = Scheduler(
+        kv,
+        max_batch_tokens=8192,
+        max_running=num_running,
+        max_model_len=1 << 20,
+        num_draft_tokens=k,
+        prefill_chunk=2048,
+    )
+    draw = random.Random(1)
+    for i in range(num_running):
+        params = SamplingParams(temperature=0.0, max_tokens=(steps + 20) * (k + 1))
+        ids = [draw.randrange(3, 49152) for _ in range(prompt)]
+        scheduler.add(Request(id=str(i), prompt=ids, params=params))
+    model = FakeStep(0.6)
+    while any(not r.decoding for r in scheduler.running) or scheduler.waiting:
+        plan = scheduler.plan()
+        scheduler.apply(plan, model.run(plan))
+    times: list[tuple[float, float]] = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        plan = scheduler.plan()
+        planned = time.perf_counter()
+        result = model.run(plan)
+        ran = time.perf_counter()
+        scheduler.apply(plan, result)
+        times.append((planned - start, time.perf_counter() - ran))
+        if len(plan.segments) != num_running:
+            raise SystemExit(f"only {len(plan.segments)} of {num_running} requests were in a step")
+    total = sorted(p + a for p, a in times)
+    return {
+        "plan_ms": 1e3 * statistics.median(p for p, _ in times),
+        "apply_ms": 1e3 * statistics.median(a for _, a in times),
+        "step_ms": 1e3 * statistics.median(total),
+        "step_p99_ms": 1e3 * total[int(0.99 * (len(total) - 1))],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--running", type=int, default=64, help="decoding requests in a step")
+    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens of each")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--num-draft-tokens", type=int, default=4)
+    parser.add_argument("--model-step-ms", type=float, default=MODEL_STEP_MS)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    figures = measure(args.running, args.prompt, args.steps, args.num_draft_tokens)
+    figures |= {
+        "running": args.running,
+        "model_step_ms": args.model_step_ms,
+        "share_of_model_step": figures["step_ms"] / args.model_step_ms,
+        "limit_share": 0.1,
+    }
+    for name, value in figures.items():
+        print(f"{name:22} {value:10.3f}")
+    if args.json:
+        provenance = {
+            "script": "benchmarks/scheduler_step.py",
+            "python": sys.version.split()[0],
+            "machine": platform.machine(),
+            "arguments": {k: v for k, v in vars(args).items() if k != "json"},
+        }
+        document = {"schema": 1, "provenance": provenance, "figures": figures}
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
