@@ -370,8 +370,7 @@ class KVManager:
                 f"sequence {seq.id}: slots [{start}, {stop}) of {group.name} cannot be canonical"
                 f" with {rows} rows and {len(seq.tokens)} tokens"
             )
-        size = group.page_size
-        if not all(seq.owns(g, slot) for slot in (*range(start, stop, size), stop - 1)):
+        if not seq.owns_all(g, start, stop):
             raise InvariantError(
                 f"sequence {seq.id}: slots [{start}, {stop}) of {group.name} lie in pages that"
                 " are not its own"

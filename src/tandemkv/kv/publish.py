@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from tandemkv.base.errors import InvariantError
 from tandemkv.base.ids import NO_PAGE
 from tandemkv.base.spans import Span, SpanSet
+from tandemkv.kv.keys import TOKEN_BYTES
 from tandemkv.kv.layout import Domain, Layout
 from tandemkv.kv.pool import PagePool
 from tandemkv.kv.sequence import Sequence
@@ -50,25 +51,62 @@ class Publisher:
         first = seq.published // self.block
         stop = (first + count) * self.block
         tokens = seq.block_tokens(seq.published, stop)
-        step = len(tokens) // count
-        whole = [self._whole(seq, g, seq.published, stop) for g in range(len(self.pools))]
-        for i in range(count):
-            part = tokens[i * step : (i + 1) * step]
-            child = node.children.get(part) if node.children else None
-            if child is None:
-                child = self.tree.add(node, part)
-            self._merge(seq, child, first + i, whole)
-            if len(node.order) > 1:
-                self._supersede(node, child)
+        step = self.block * TOKEN_BYTES
+        parts = [tokens[at : at + step] for at in range(0, len(tokens), step)]
+        at = 0
+        while at < count:
+            child = node.children.get(parts[at]) if node.children else None
+            if child is None and self._whole(seq, (first + at) * self.block, stop):
+                node = self._grow(seq, node, first + at, parts[at:])
+                break
+            child = child or self.tree.add(node, parts[at])
+            self._merge(seq, child, first + at)
+            self._supersede(node, child)
             node = child
+            at += 1
         self._move_tip(seq, node)
         seq.published = stop
         return count
+
+    def _grow(self, seq: Sequence, parent: Node, first: int, parts: Seq[bytes]) -> Node:
+        """Blocks new to the tree, whole in every group, one under the other. Returns the last.
+
+        The common path of a long prompt, hence written for speed: no search, no interval sets.
+        """
+        tops = [g.lookahead for g in self.layout.groups]
+        pers, block, top = self.per_block, self.block, parent
+        made: list[list[Run | None]] = [[] for _ in tops]
+        tables, groups = seq.pages, range(len(tops))
+        node, b = parent, first
+        for part in parts:
+            node = self.tree.add(node, part)
+            start, stop = b * block, (b + 1) * block
+            whole = ((start, stop),)
+            runs = node.runs
+            for g in groups:
+                per = pers[g]
+                spans = whole if tops[g] <= start else ((tops[g], stop),)
+                pages = tables[g][b * per : (b + 1) * per]
+                run = runs[g] = Run(node, g, pages, per, spans, True)
+                made[g].append(run)
+            b += 1
+        for mine, new in zip(seq.runs, made, strict=True):
+            del mine[first:]
+            mine.extend([None] * (first - len(mine)))
+            mine.extend(new)
+        self._supersede(top, made[0][0].node if made[0][0] else top)
+        return node
 
     def publish_partial(self, seq: Sequence) -> None:
         """The last, partly filled block enters under its own key, unless a longer block of the
         same tokens already says as much."""
         if seq.committed == seq.published:
+            return
+        b = seq.published // self.block
+        shared = [run for g in range(len(self.pools)) if (run := seq.run_at(g, b)) is not None]
+        if shared:  # the prompt ended with a block that the tree has whole
+            if shared[0].attached:
+                self._merge(seq, shared[0].node, b)
             return
         tokens = seq.block_tokens(seq.published, seq.committed)
         mine = [
@@ -84,9 +122,8 @@ class Publisher:
         children = seq.tip.children
         node = children.get(tokens) if children else None
         node = node or self.tree.add(seq.tip, tokens)
-        self._merge(seq, node, seq.published // self.block, None)
-        if len(seq.tip.order) > 1:
-            self._supersede(seq.tip, node)
+        self._merge(seq, node, b)
+        self._supersede(seq.tip, node)
         self.tree.prune(node)
 
     def settle(self, seq: Sequence) -> None:
@@ -103,34 +140,23 @@ class Publisher:
     def _low(self, seq: Sequence, g: int) -> int:
         return seq.first_block[g] * self.block
 
-    def _whole(self, seq: Sequence, g: int, start: int, stop: int) -> bool:
-        """Whether blocks [start, stop) of group g are all canonical, in pages of its own."""
-        low = max(start, self.layout.groups[g].lookahead)
-        return (
-            not seq.tainted[g]
-            and self._low(seq, g) <= start
-            and len(seq.runs[g]) <= start // self.block
-            and seq.coverage[g].covers(low, stop)
-        )
+    def _whole(self, seq: Sequence, start: int, stop: int) -> bool:
+        """Whether blocks [start, stop) are canonical in every group, each page with rows."""
+        for g, group in enumerate(self.layout.groups):
+            low = max(start, group.lookahead)
+            if (
+                seq.tainted[g]
+                or low - start >= group.page_size
+                or seq.first_block[g] * self.block > start
+                or any(seq.runs[g][start // self.block :])
+                or not seq.coverage[g].covers(low, stop)
+            ):
+                return False
+        return True
 
-    def _merge(self, seq: Sequence, node: Node, b: int, whole: Seq[bool] | None) -> None:
+    def _merge(self, seq: Sequence, node: Node, b: int) -> None:
         """Bring block b of the sequence and `node` together, group by group."""
-        runs, start, stop = node.runs, node.start, node.stop
-        for g in range(len(runs)):
-            if whole is not None and whole[g] and runs[g] is None:
-                low = max(start, self.layout.groups[g].lookahead)
-                if low >= stop:
-                    continue
-                per = self.per_block[g]
-                pages = seq.pages[g][b * per : (b + 1) * per]
-                if (
-                    low // self.layout.groups[g].page_size
-                    == start // self.layout.groups[g].page_size
-                ):
-                    run = Run(node, g, pages, per, ((low, stop),), True)
-                    runs[g] = run
-                    seq.set_run(g, b, run)
-                    continue
+        for g in range(len(self.pools)):
             if b >= seq.first_block[g]:
                 self._merge_group(seq, node, g, b)
 
@@ -205,7 +231,7 @@ class Publisher:
             path[node.start // self.block] = node
             node = node.parent
         for b in seq.dirty:
-            self._merge(seq, path[b], b, None)
+            self._merge(seq, path[b], b)
         seq.dirty.clear()
 
     def _move_tip(self, seq: Sequence, node: Node) -> None:

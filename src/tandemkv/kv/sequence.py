@@ -31,8 +31,9 @@ class Sequence:
     coverage: per group, readable slots. tainted: those of them that are not canonical (computed
     past a gap by a drafter that is not pointwise): never published. pending: planned writes of
     holes. dirty: matched blocks with pages of its own; held_back: blocks that wait for the end,
-    for their tainted rows are still read. runs: per group and block, the tree's run whose pages the table shares. first_block: per
-    group, the first block it still keeps. copied, written, masks: for explain.
+    for their tainted rows are still read. runs: per group and block, the tree's run whose pages
+    the table shares. first_block: per group, the first block it still keeps. sources: runs being
+    copied from. taken, copied, written, masks: for explain.
     """
 
     __slots__ = (
@@ -131,11 +132,15 @@ class Sequence:
 
     def owns(self, g: int, slot: int) -> bool:
         """Whether `slot` lies in a page that is this sequence's alone (so it may be written)."""
-        index = slot // self.layout.groups[g].page_size
-        table = self.pages[g]
-        if slot < 0 or index >= len(table) or table[index] == NO_PAGE:
+        return self.owns_all(g, slot, slot + 1)
+
+    def owns_all(self, g: int, start: int, stop: int) -> bool:
+        """Whether every slot of [start, stop) may be written by this sequence."""
+        size, block = self.layout.groups[g].page_size, self.layout.block_size
+        table = self.pages[g][start // size : -(-stop // size)]
+        if start < 0 or len(table) != -(-stop // size) - start // size or NO_PAGE in table:
             return False
-        return self.run_at(g, slot // self.layout.block_size) is None
+        return not any(self.runs[g][start // block : -(-stop // block)])
 
     def check(self) -> None:
         """Raise InvariantError unless watermarks, tables and coverage obey the module's law."""

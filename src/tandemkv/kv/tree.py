@@ -169,8 +169,7 @@ class Tree:
         """A new block under `parent`; its runs are attached by the publisher."""
         start = parent.stop
         stop = start + len(tokens) // TOKEN_BYTES
-        key = block_key(parent.key, tokens)
-        node = Node(parent, tokens, key, start, stop, len(parent.runs))
+        node = Node(parent, tokens, block_key(parent.key, tokens), start, stop, len(parent.runs))
         children = parent.children
         if children is None:
             parent.children = {tokens: node}
