@@ -317,7 +317,7 @@ json_values = st.recursive(
 names = st.sampled_from(sorted(fields.CHAT_FIELDS | fields.COMPLETION_FIELDS)) | st.text(max_size=8)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.dictionaries(names, json_values, max_size=6), st.booleans())
 def test_any_body_is_parsed_or_refused_and_never_breaks(
     body: dict[str, Any], is_chat: bool

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 from tandemkv.base.errors import InvariantError, RequestError
 from tandemkv.base.sampling import SamplingParams
@@ -85,7 +84,7 @@ class Generation:
                     p * ask.n + c,
                     prompt,
                     params_for(ask, len(prompt), c, limits),
-                    TextStream(engine.tokenizer, ask.stop),
+                    self._text(prompt),
                 )
                 for c in range(ask.n)
             ]
@@ -136,6 +135,10 @@ class Generation:
                 self._latencies.count_end(reason)
         self._over = True
 
+    def fail(self, error: RequestError) -> None:
+        """End it from outside: whoever reads the pieces gets `error`."""
+        self._queue.put_nowait(error)
+
     def usage(self) -> tuple[int, int, int]:
         """(prompt, completion, cached) tokens: a prompt and its hit count once, whatever n is."""
         firsts = [choices[0] for choices in self._by_prompt]
@@ -173,10 +176,8 @@ class Generation:
             self._queue.put_nowait(error)
 
     async def _submit(self, choice: Choice) -> None:
-        watch: Any = None
-        if self._ask.stop:
-            # A text of its own: this one is pushed on the engine's thread.
-            watch = TextStream(self._engine.tokenizer, self._ask.stop).push
+        # A text of its own for the stop strings: the engine pushes this one on its thread.
+        watch = self._text(choice.prompt).push if self._ask.stop else None
         choice.handle = await self._engine.submit(
             choice.prompt,
             choice.params,
@@ -184,6 +185,15 @@ class Generation:
             watch=watch,
             priority=self._ask.priority,
             request_id=f"{self._request_id}-{choice.index}",
+        )
+
+    def _text(self, prompt: Sequence[int]) -> TextStream:
+        return TextStream(
+            self._engine.tokenizer,
+            self._ask.stop,
+            self._ask.include_stop,
+            context=prompt,
+            skip_special_tokens=self._ask.skip_special_tokens,
         )
 
     def _sound(self, output: Output) -> Output:

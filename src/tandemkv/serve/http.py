@@ -15,6 +15,7 @@ import logging
 import socket
 import time
 import uuid
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -48,6 +49,7 @@ log = logging.getLogger("tandemkv")
 MAX_BODY_BYTES = 8 << 20
 CLIENT_GONE = 499
 METRICS_WAIT_S = 2.0
+CANCEL_AFTER_S = 5
 DONE = b"data: [DONE]\n\n"
 
 T = TypeVar("T")
@@ -58,9 +60,15 @@ class Service:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
-        self.limits = Limits(engine.model_name, engine.max_model_len, engine.vocab_size)
+        self.limits = Limits(
+            engine.model_name,
+            engine.max_model_len,
+            engine.vocab_size,
+            claim_policy=engine.engine.config.claim_policy,
+        )
         self.latencies = metrics.Latencies()
         self._snapshot = metrics.Snapshot()
+        self._running: weakref.WeakSet[Generation] = weakref.WeakSet()
         self.started = int(time.time())
         self._token_bytes = answers.token_bytes_of(engine.tokenizer)
         # One thread: long prompts do not hold up the event loop, and the tokenizer sees one caller.
@@ -95,6 +103,7 @@ class Service:
         prompts = await self.prompt_tokens(ask)
         request_id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{uuid.uuid4().hex}"
         generation = Generation(self.engine, ask, prompts, self.limits, self.latencies, request_id)
+        self._running.add(generation)
         form = Format(
             chat=ask.chat,
             logprobs=ask.params.logprobs is not None,
@@ -115,6 +124,11 @@ class Service:
                 taking = self.engine.call(metrics.snapshot_of)
                 self._snapshot = await asyncio.wait_for(taking, METRICS_WAIT_S)
         return metrics.render(self.limits.model, self._snapshot, self.latencies)
+
+    def end_all(self) -> None:
+        """End every answer in progress with an error; those that are over take no notice."""
+        for generation in self._running:
+            generation.fail(RequestError("the server is shutting down", status=503))
 
     def closing(self) -> None:
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
@@ -264,6 +278,7 @@ def create_app(engine: AsyncEngine, *, closes_engine: bool = False) -> FastAPI:
             await asyncio.to_thread(engine.close)
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.service = service
     _add_api(app, service)
     _add_information(app, service)
     _add_errors(app)
@@ -363,26 +378,30 @@ def _add_errors(app: FastAPI) -> None:
 class HttpServer:
     """A server on one address: bound when made, answering while `run()` runs.
 
-    port 0 takes a free one. Raises ConfigError if the address cannot be bound.
+    at: host and port (0 takes a free one), or what `bind` returned. When it stops, running answers
+    have grace_s to end; then they end with an error, and the engine is closed.
     """
 
     def __init__(
-        self, engine: AsyncEngine, host: str, port: int, *, grace_s: int = 10, own: bool = True
+        self, engine: AsyncEngine, at: tuple[str, int] | socket.socket, *, grace_s: float = 10.0
     ) -> None:
-        self._socket = _bind(host, port)
-        port = self._socket.getsockname()[1]
+        self._socket = at if isinstance(at, socket.socket) else bind(*at)
+        host, port = self._socket.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        app = create_app(engine, closes_engine=True)
         config = uvicorn.Config(
-            create_app(engine, closes_engine=own),
+            app,
             log_level="warning",
             access_log=False,
-            timeout_graceful_shutdown=grace_s,
+            timeout_graceful_shutdown=int(grace_s) + CANCEL_AFTER_S,
             lifespan="on",
         )
         self._server = _Uvicorn(config)
+        self._server.grace_s = grace_s
+        self._server.end_all = app.state.service.end_all
 
     def run(self, ready: Callable[[str], None] | None = None) -> None:
-        """Serve until stopped or signalled. Running requests have grace_s to end, then abort."""
+        """Serve until stopped or signalled; ready(url) is called when it answers."""
         if ready is not None:
             self._server.ready = lambda: ready(self.url)
         with contextlib.suppress(KeyboardInterrupt):
@@ -395,30 +414,39 @@ class HttpServer:
 
 class _Uvicorn(uvicorn.Server):
     ready: Callable[[], None] | None = None
+    end_all: Callable[[], None]
+    grace_s: float
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and self.ready is not None:
             self.ready()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(self.grace_s, self.end_all)
+        await super().shutdown(sockets)
+
 
 def run_server(engine: AsyncEngine, host: str = "127.0.0.1", port: int = 8000) -> None:
     """Serve `engine` until a signal, then close it. Prints the URL when ready."""
-    server = HttpServer(engine, host, port)
+    server = HttpServer(engine, (host, port))
     server.run(lambda url: print(f"serving {engine.model_name} on {url}/v1", flush=True))
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError, one line, if the address cannot be had."""
     try:
+        if not 0 <= port < 1 << 16:
+            raise OSError("ports are in [0, 65536)")
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, socket.SOCK_STREAM)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except (OSError, OverflowError) as error:
+        bound.listen(2048)
+    except OSError as error:
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error}; choose another --host or --port"
         ) from None
-    bound.listen(2048)
     return bound
 
 

@@ -39,12 +39,16 @@ Prompt = str | list[int]
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What the served model bounds: its name, longest sequence (tokens) and vocabulary (ids)."""
+    """What the server bounds: model name, longest sequence (tokens), vocabulary (ids), choices.
+
+    claim_policy: that of requests which name none.
+    """
 
     model: str
     max_model_len: int
     vocab_size: int
     max_choices: int = MAX_CHOICES
+    claim_policy: str = "exact"
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +67,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens_field: str = "max_tokens"
     n: int = 1
     stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
@@ -205,9 +211,10 @@ def _ask(body: Body, limits: Limits, *, logprobs: int | None, **fields: Any) -> 
     """What both endpoints share. The provisional max_tokens is the model's whole context."""
     max_tokens: int | None = fields["max_tokens"]
     stream = flag(body, "stream", False)
+    text(body, "user", "")  # who asks changes nothing
     return Ask(
         params=SamplingParams(
-            **_sampling(body),
+            **{"claim_policy": limits.claim_policy, **_sampling(body)},
             max_tokens=limits.max_model_len if max_tokens is None else max_tokens,
             logprobs=logprobs,
             logit_bias=_logit_bias(body, limits.vocab_size),
@@ -215,6 +222,8 @@ def _ask(body: Body, limits: Limits, *, logprobs: int | None, **fields: Any) -> 
         ),
         n=integer(body, "n", 1, low=1, high=limits.max_choices),
         stop=_stop(body),
+        include_stop=flag(body, "include_stop_str_in_output", False),
+        skip_special_tokens=flag(body, "skip_special_tokens", True),
         stream=stream,
         include_usage=_include_usage(body, stream),
         cache_salt=text(body, "cache_salt", ""),

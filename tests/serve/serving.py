@@ -1,0 +1,128 @@
+"""A server in a thread over a tiny engine, and what tests ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tandemkv.base.config import EngineConfig
+from tandemkv.engine.background import AsyncEngine
+from tandemkv.engine.engine import Engine
+from tandemkv.serve.http import HttpServer
+
+
+class Running:
+    """A server in a thread, over an engine; everything a test may look at."""
+
+    def __init__(self, engine: Any, *, grace_s: float = 10.0) -> None:
+        self.engine = engine
+        self.server = HttpServer(engine, ("127.0.0.1", 0), grace_s=grace_s)
+        self.url = self.server.url
+        ready = threading.Event()
+        self.thread = threading.Thread(target=self.server.run, args=(lambda _: ready.set(),))
+        self.thread.start()
+        assert ready.wait(30), "the server did not start"
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    def on_engine(self, work: Callable[[Any], Any]) -> Any:
+        """Run work(engine) between two steps."""
+        return asyncio.run(self.engine.call(work))
+
+    def pages(self) -> list[tuple[int, int, int, int]]:
+        """(free, held, cached, total) of each layer group."""
+        usage = self.on_engine(lambda engine: engine.kv.usage())
+        return [(u.free, u.held, u.cached, u.total) for u in usage]
+
+    def settle(self) -> None:
+        """Wait until nothing runs; then nothing may be held, lost, or out of order."""
+        deadline = time.monotonic() + 30
+        while self.on_engine(lambda engine: engine.has_work):
+            assert time.monotonic() < deadline, "requests never ended"
+            time.sleep(0.01)
+        self.on_engine(lambda engine: engine.check())
+        for free, held, cached, total in self.pages():
+            assert held == 0
+            assert free + cached == total
+
+    def stop(self) -> None:
+        self.http.close()
+        self.server.stop()
+        self.thread.join(30)
+        assert not self.thread.is_alive(), "the server did not stop"
+
+
+def start_engine(model: Path, **options: Any) -> Any:
+    """An AsyncEngine over a tiny model with small pools and every check on."""
+    sizes = {"kv_cache_tokens": 4096, "max_model_len": 256, "block_size": 4, "threads": 1}
+    fixed = {"model": str(model), "dtype": "float32", "device": "cpu", "debug": True}
+    return AsyncEngine(Engine.from_config(EngineConfig(**{**fixed, **sizes, **options})))
+
+
+def events_of(lines: Iterator[str]) -> Iterator[Any]:
+    """The JSON of each server-sent event; "[DONE]" as it is."""
+    for line in lines:
+        if line:
+            assert line.startswith("data: ")
+            data = line.removeprefix("data: ")
+            yield data if data == "[DONE]" else json.loads(data)
+
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+LONG = {"prompt": "a long story", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+
+
+def user(text: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def stream(server: Running, path: str, **sent: Any) -> list[Any]:
+    with server.http.stream("POST", path, json={**sent, "stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return list(events_of(response.iter_lines()))
+
+
+def joined(events: list[Any]) -> dict[int, dict[str, Any]]:
+    """What a stream says of each choice, put together."""
+    out: dict[int, dict[str, Any]] = {}
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            so_far = out.setdefault(
+                choice["index"], {"text": "", "token_ids": [], "logprobs": [], "finish": None}
+            )
+            delta = choice.get("delta", {})
+            so_far["text"] += delta.get("content", "") + choice.get("text", "")
+            so_far["token_ids"] += choice["token_ids"]
+            so_far["logprobs"] += entries(choice)
+            so_far["finish"] = so_far["finish"] or choice["finish_reason"]
+    return out
+
+
+def entries(choice: dict[str, Any]) -> list[Any]:
+    """The log probability entries of a chat or completion choice."""
+    logprobs = choice["logprobs"] or {}
+    if "tokens" in logprobs:
+        fields = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return list(zip(*(logprobs[field] for field in fields), strict=True))
+    return logprobs.get("content", [])
+
+
+def whole(response: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """What a response that is not streamed says of each choice."""
+    return {
+        choice["index"]: {
+            "text": choice["message"]["content"] if "message" in choice else choice["text"],
+            "token_ids": choice["token_ids"],
+            "logprobs": entries(choice),
+            "finish": choice["finish_reason"],
+        }
+        for choice in response["choices"]
+    }
