@@ -13,6 +13,7 @@ module renders nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -64,9 +65,15 @@ class Progress:
 class Experiment:
     """Runs the phases in order; `rows` holds what is finished, also after an interruption."""
 
-    def __init__(self, options: LabOptions, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        options: LabOptions,
+        progress: Progress | None = None,
+        make_engine: Callable[[EngineConfig], Engine] | None = None,
+    ) -> None:
         self.options = options
         self.progress = progress or Progress()
+        self._make_engine = make_engine or _from_config
         self.rows: list[Row] = []
         self.resolved: dict[str, Any] = {}
         self._conversations = prompts.load(options.prompts, options.limit)
@@ -77,13 +84,21 @@ class Experiment:
         """Every drafter on every path. KeyboardInterrupt passes through, `rows` stay."""
         options = self.options
         if options.plain:
-            self._run_plain(_engine(options.engine, "none"))
+            self._run_plain(self._engine("none"))
         for drafter in options.drafters:
-            cold = self._run_paths(_engine(options.engine, drafter), drafter)
+            cold = self._run_paths(self._engine(drafter), drafter)
             if options.show_loss and drafter != "ngram":  # which has no rows
-                config = msgspec.structs.replace(options.engine, faults=(ROW_FAULT,))
-                self._run_withheld(_engine(config, drafter), drafter, cold)
+                self._run_withheld(self._engine(drafter, ROW_FAULT), drafter, cold)
         return self.rows
+
+    def _engine(self, drafter: str, *faults: str) -> Engine:
+        """An engine with this drafter, tracing."""
+        config = msgspec.structs.replace(self.options.engine, drafter=drafter, trace=True)
+        if drafter == "none":
+            config = msgspec.structs.replace(config, drafter_path=None, num_draft_tokens=None)
+        if faults:
+            config = msgspec.structs.replace(config, faults=faults)
+        return self._make_engine(config)
 
     @property
     def judged(self) -> bool:
@@ -192,13 +207,11 @@ class Experiment:
         )
 
 
-def _engine(config: EngineConfig, drafter: str) -> Engine:
-    """An engine with this drafter, tracing. Torch is imported here and not before."""
+def _from_config(config: EngineConfig) -> Engine:
+    """Torch is imported here and not before."""
     from tandemkv.engine.engine import Engine
 
-    if drafter == "none":
-        config = msgspec.structs.replace(config, drafter_path=None, num_draft_tokens=None)
-    return Engine.from_config(msgspec.structs.replace(config, drafter=drafter, trace=True))
+    return Engine.from_config(config)
 
 
 def _encoder(engine: Engine) -> PromptTokens:
@@ -206,10 +219,11 @@ def _encoder(engine: Engine) -> PromptTokens:
 
 
 def counters(engine: Engine) -> Counters:
-    """The cache's counters now."""
-    stats = engine.kv.stats
+    """The counters now. Recomputed: prompt rows of the target beyond those that no hit covered."""
+    cache, steps = engine.kv.stats, engine.scheduler.stats
+    missing = cache.prefix_queries_tokens - cache.prefix_hit_tokens
     return Counters(
-        draft_hit_tokens=sum(stats.draft_hit_tokens.values()),
-        draft_gap_tokens=sum(stats.draft_gap_tokens.values()),
-        recomputed_target_tokens=stats.recomputed_positions,
+        draft_hit_tokens=sum(cache.draft_hit_tokens.values()),
+        draft_gap_tokens=sum(cache.draft_gap_tokens.values()),
+        recomputed_target_tokens=steps.num_prefill_rows - missing,
     )

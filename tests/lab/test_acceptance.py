@@ -1,0 +1,219 @@
+"""The experiment on tiny engines: parity on every path, and a loss where rows are withheld."""
+
+import json
+
+import pytest
+from engines import drafter_of, tiny_engine, used_pages
+
+from tandemkv.base.config import EngineConfig
+from tandemkv.lab import acceptance, experiments, report, rows
+from tandemkv.lab.acceptance import Experiment, LabOptions
+from tandemkv.lab.experiments import Job, run, suspension_points
+
+JOBS = [Job(f"p{i}", tuple((7 * i + j * j) % 61 for j in range(9 + 5 * i)), 24) for i in range(4)]
+
+
+class Letters:
+    """Characters as token ids below the tiny vocabulary."""
+
+    chat_template = None
+
+    def encode(self, text, add_special_tokens=True):
+        return [ord(c) % 61 for c in text]
+
+
+def make_engine(config):
+    names = {"draft_model": "self"}
+    engine = tiny_engine(
+        names.get(config.drafter, config.drafter),
+        faults=config.faults,
+        kv_cache_tokens=2048,
+        max_running=3,
+    )
+    engine.tokenizer = Letters()
+    return engine
+
+
+@pytest.fixture
+def prompts_file(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    texts = ("What is a page?", "Tell me of blocks, and of slots.", "Copy: abcabcabcabcabcabc")
+    path.write_text("".join(json.dumps({"turns": [t, "and then?"]}) + "\n" for t in texts))
+    return str(path)
+
+
+def experiment(prompts_file, drafter, **options):
+    asked = LabOptions(
+        engine=EngineConfig(faults=options.pop("faults", ())),
+        drafters=(drafter,),
+        prompts=prompts_file,
+        max_tokens=24,
+        **options,
+    )
+    return Experiment(asked, make_engine=make_engine)
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "draft_model", "ngram"])
+def test_parity_holds_on_every_path(prompts_file, drafter):
+    lab = experiment(prompts_file, drafter)
+    found = {row.path: row for row in lab.run()}
+    assert list(found) == list(acceptance.PATHS)
+    for row in found.values():
+        assert row.prompts == 3
+        assert row.steps > 0
+        assert row.output_equal
+        assert row.draft_agreement == 1.0
+        assert row.al_ratio_to_cold == 1.0
+        assert row.draft_gap_tokens == 0
+    assert report.verdict(lab.rows, judged=lab.judged)[0]
+    assert found["cold"].cached_tokens == 0
+    assert found["warm"].cached_tokens > 0
+    assert found["second_turn"].cached_tokens > found["warm"].cached_tokens
+    assert found["resumed"].suspensions >= 6
+
+
+def test_a_hit_recomputes_the_lookahead_and_no_block(prompts_file):
+    found = {row.path: row for row in experiment(prompts_file, "eagle3").run()}
+    assert found["cold"].recomputed_target_tokens == 0
+    assert found["warm"].recomputed_target_tokens == 3
+    assert found["second_turn"].recomputed_target_tokens == 3
+    resumed = found["resumed"]
+    assert resumed.recomputed_target_tokens == resumed.suspensions
+
+
+def test_draft_rows_are_compared_and_equal(prompts_file):
+    found = {row.path: row for row in experiment(prompts_file, "eagle3").run()}
+    assert found["cold"].draft_row_error is None
+    for path in ("warm", "second_turn", "resumed"):
+        assert found[path].draft_row_error < 1e-5
+
+
+def test_withheld_rows_are_seen_by_every_check_but_the_output(prompts_file):
+    lab = experiment(prompts_file, "draft_model", faults=("withhold_draft_rows",))
+    found = {row.path: row for row in lab.run()}
+    warm = found["warm"]
+    assert warm.fault == "withhold_draft_rows"
+    assert warm.output_equal
+    assert warm.draft_agreement < 0.9
+    assert warm.al_ratio_to_cold < 0.95
+    assert warm.draft_gap_tokens > 0
+    assert found["cold"].draft_agreement == 1.0
+
+
+def test_without_its_fault_the_same_row_would_break_parity(prompts_file):
+    lab = experiment(prompts_file, "draft_model", faults=("withhold_draft_rows",))
+    lab.run()
+    assert rows.failures(lab.rows) == []
+    for row in lab.rows:
+        row.fault = None
+    held, line = report.verdict(lab.rows)
+    assert not held
+    assert "path warm" in line
+
+
+def test_the_loss_is_shown_beside_paths_that_hold(prompts_file):
+    lab = experiment(prompts_file, "draft_model", show_loss=True, paths=("cold", "warm"))
+    lab.run()
+    assert [row.path for row in lab.rows] == ["cold", "warm", "warm_rows_withheld"]
+    assert lab.rows[1].al > lab.rows[2].al
+    assert report.verdict(lab.rows)[0]
+    assert any("falls from" in sentence for sentence in report.sentences(lab.rows))
+
+
+def test_only_the_paths_asked_for_are_reported(prompts_file):
+    lab = experiment(prompts_file, "ngram", paths=("resumed",), plain=False)
+    (row,) = lab.run()
+    assert (row.path, row.output_equal, row.tokens_per_s_plain) == ("resumed", None, None)
+
+
+def test_what_was_finished_outlives_an_interruption(prompts_file):
+    class Impatient(acceptance.Progress):
+        def phase(self, name, tokens):
+            if "second" in name and "no drafter" not in name:
+                raise KeyboardInterrupt
+
+    lab = experiment(prompts_file, "ngram", plain=False)
+    lab.progress = Impatient()
+    with pytest.raises(KeyboardInterrupt):
+        lab.run()
+    assert [row.path for row in lab.rows] == ["cold", "warm"]
+    document = report.document(lab.rows, options=lab.options, resolved={}, interrupted=True)
+    assert document["provenance"]["interrupted"]
+
+
+def test_an_interrupted_run_leaves_nothing_in_the_engine():
+    engine = tiny_engine("eagle3")
+
+    def stop(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, JOBS, on_tokens=stop)
+    assert not engine.has_work
+    assert used_pages(engine) == [0] * len(engine.layout.groups)
+
+
+def test_prompts_run_together_find_nothing_of_each_other():
+    engine = tiny_engine("eagle3")
+    same = [Job(f"copy {i}", JOBS[3].prompt, 8) for i in range(3)]
+    run(engine, same)
+    assert engine.kv.stats.prefix_hit_tokens == 0
+
+
+def test_a_request_is_suspended_at_several_points():
+    engine = tiny_engine("eagle3")
+    done = run(engine, JOBS, suspend=True)
+    assert done.num_suspensions >= 2 * len(JOBS)
+    assert engine.kv.stats.suspensions == done.num_suspensions
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 8, 64, 256])
+def test_suspension_points_lie_inside_the_output(max_tokens):
+    points = suspension_points("any", max_tokens)
+    assert all(1 <= point < max_tokens for point in points)
+    assert max_tokens < 8 or len(points) >= 2
+
+
+def test_a_wrong_row_is_seen():
+    cold = run(tiny_engine("eagle3"), JOBS, keep_rows=True)
+    again = run(tiny_engine("eagle3"), JOBS, keep_rows=True)
+    assert experiments.row_error(again, cold) < 1e-6
+    kept = again.rows[JOBS[0].id, 1][0]
+    kept.values[2] *= 1.01
+    assert experiments.row_error(again, cold) > 1e-3
+
+
+def test_a_failed_request_names_its_prompt():
+    engine = tiny_engine("ngram")
+    with pytest.raises(Exception, match="prompt big: "):
+        run(engine, [Job("big", (1,) * 500, 8)])
+
+
+def test_the_json_rows_have_the_published_names(prompts_file):
+    lab = experiment(prompts_file, "ngram", paths=("cold",))
+    content = report.document(lab.run(), options=lab.options, resolved=lab.resolved)
+    content = json.loads(json.dumps(content))
+    assert content["schema"] == 1
+    assert {"argv", "commit", "versions", "hardware"} <= content["provenance"].keys()
+    assert {
+        *("drafter", "path", "prompts", "steps", "al", "al_ratio_to_cold", "draft_agreement"),
+        *("output_equal", "acceptance_by_position", "acceptance_by_step", "draft_hit_tokens"),
+        *("draft_gap_tokens", "recomputed_target_tokens", "transferred_bytes", "tokens_per_s"),
+        "tokens_per_s_plain",
+    } <= content["rows"][0].keys()
+
+
+def test_the_tables_show_every_row(prompts_file):
+    lab = experiment(prompts_file, "ngram", paths=("cold", "warm"))
+    lab.run()
+    out = report.console()
+    with out.capture() as text:
+        out.print(report.acceptance_table(lab.rows))
+        out.print(report.cache_table(lab.rows))
+    assert text.get().count("ngram") == 4
+
+
+def test_the_self_drafter_is_really_the_target():
+    assert drafter_of("self", tiny_engine("none").target, 3) is not None
+    (trace,) = run(tiny_engine("self"), JOBS[:1]).traces
+    assert all(step.num_accepted == len(step.drafts) for step in trace.steps[:-1])
