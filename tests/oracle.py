@@ -161,7 +161,7 @@ class ByteKV:
 
     def audit_tree(self, manager: KVManager) -> None:
         for namespace, root in manager.tree.roots.items():
-            walk = [(child, ()) for child in (root.children or {}).values()]
+            walk = [(child, ()) for child in root.children()]
             while walk:
                 node, before = walk.pop()
                 size = len(node.tokens) // 4
@@ -169,7 +169,7 @@ class ByteKV:
                     int.from_bytes(node.tokens[4 * i : 4 * i + 4], "little") for i in range(size)
                 ]
                 path = (*before, *mine)
-                walk.extend((child, path) for child in (node.children or {}).values())
+                walk.extend((child, path) for child in node.children())
                 for g, run in enumerate(node.runs):
                     for a, b in run.spans if run else ():
                         for s in range(a, b):

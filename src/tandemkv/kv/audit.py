@@ -55,8 +55,8 @@ def _check_reachable(manager: KVManager, nodes: list[Node]) -> None:
                     f"block [{node.start}, {node.stop}) lacks rows of {layout.groups[g].name}"
                 )
     for seq in manager.sequences.values():
-        node: Node | None = seq.tip
-        while node is not None and node.parent is not None:
+        node = seq.tip
+        while node.parent is not None:
             for g in whole:
                 if seq.run_at(g, node.start // layout.block_size) is not node.runs[g]:
                     raise InvariantError(f"sequence {seq.id} does not hold its own path")
@@ -99,7 +99,7 @@ def _check_order(manager: KVManager, g: int) -> None:
         return
     gone: set[Node] = set()
     for run in manager.pools[g].lru:
-        left = [c for c in (run.node.children or {}).values() if c not in gone]
+        left = [c for c in run.node.children() if c not in gone]
         if left:
             raise InvariantError(f"{group.name}: a block would be evicted before its children")
         gone.add(run.node)

@@ -11,6 +11,7 @@ changed. This module moves no bytes: it says which pages to copy, and the runner
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
@@ -71,7 +72,7 @@ class Stats(msgspec.Struct):
 class _Ask(msgspec.Struct, frozen=True):
     """The terms of one claim."""
 
-    packed: bytes
+    packed: array[int]
     namespace: Namespace
     num_rows: int
     rows: int
@@ -156,7 +157,7 @@ class KVManager:
         why = self.fits(max(rows, num_rows), 0)
         if why:
             raise RequestError(why, param="prompt")
-        packed = token_bytes(pack_tokens(tokens))[: TOKEN_BYTES * num_rows]
+        packed = pack_tokens(tokens)
         ask = _Ask(packed, namespace, num_rows, rows, resume, policy, expected_tokens, dummy)
         for intent in self._intents(ask):
             needs = [group.need() for group in intent.groups]
@@ -172,7 +173,8 @@ class KVManager:
         """
         found = Found(None, [], None, 0)
         if self.prefix_caching and not ask.dummy:
-            found = self.tree.match(ask.packed, ask.namespace)
+            wanted = token_bytes(ask.packed)[: TOKEN_BYTES * ask.num_rows]
+            found = self.tree.match(wanted, ask.namespace)
             intent = self._intent(ask, found, full_only=False)
             yield intent
             if intent.copies:
@@ -204,12 +206,10 @@ class KVManager:
         root = self.tree.root(ask.namespace)
         tip = intent.tip(root, self.layout.block_size)
         tip.pins += 1
-        seq = Sequence(SeqId(self._next_id), self.layout, ask.namespace, tokens, tip)
+        seq = Sequence(SeqId(self._next_id), self.layout, ask.namespace, tokens, ask.packed, tip)
         self._next_id += 1
         for group, pool in zip(intent.groups, self.pools, strict=True):
-            for run in group.shares:
-                if run is not None:
-                    pool.hold(run)
+            pool.hold_all(group.shares)
             for run in group.sources:
                 pool.hold(run)
                 seq.sources.append(run)

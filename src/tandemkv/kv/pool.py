@@ -100,6 +100,18 @@ class PagePool:
             self.cached -= run.size
         run.refs += 1
 
+    def hold_all(self, runs: Iterable[Run | None]) -> None:
+        """hold() for each run of a long path."""
+        lru, cached = self.lru, 0
+        for run in runs:
+            if run is None:
+                continue
+            if not run.refs:
+                del lru[run]
+                cached += run.size
+            run.refs += 1
+        self.cached -= cached
+
     def drop(self, run: Run, *, first: bool = False) -> None:
         """-1 holder; the last one makes the run cached (`first`: next to be evicted) or free."""
         if run.refs < 1:

@@ -55,7 +55,7 @@ class Publisher:
         parts = [tokens[at : at + step] for at in range(0, len(tokens), step)]
         at = 0
         while at < count:
-            child = node.children.get(parts[at]) if node.children else None
+            child = node.child(parts[at])
             if child is None and self._whole(seq, (first + at) * self.block, stop):
                 node = self._grow(seq, node, first + at, parts[at:])
                 break
@@ -71,31 +71,31 @@ class Publisher:
     def _grow(self, seq: Sequence, parent: Node, first: int, parts: Seq[bytes]) -> Node:
         """Blocks new to the tree, whole in every group, one under the other. Returns the last.
 
-        The common path of a long prompt, hence written for speed: no search, no interval sets.
+        The common path of a long prompt, hence column by column: no search, no interval sets.
         """
-        tops = [g.lookahead for g in self.layout.groups]
-        pers, block, top = self.per_block, self.block, parent
-        made: list[list[Run | None]] = [[] for _ in tops]
-        tables, groups = seq.pages, range(len(tops))
-        node, b = parent, first
-        for part in parts:
-            node = self.tree.add(node, part)
-            start, stop = b * block, (b + 1) * block
-            whole = ((start, stop),)
-            runs = node.runs
-            for g in groups:
-                per = pers[g]
-                spans = whole if tops[g] <= start else ((tops[g], stop),)
-                pages = tables[g][b * per : (b + 1) * per]
-                run = runs[g] = Run(node, g, pages, per, spans, True)
-                made[g].append(run)
-            b += 1
-        for mine, new in zip(seq.runs, made, strict=True):
+        nodes = self.tree.chain(parent, parts)
+        block, start = self.block, first * self.block
+        stop = start + len(parts) * block
+        lows = list(range(start, stop, block))
+        columns: list[list[Run]] = []
+        for g, group in enumerate(self.layout.groups):
+            per = self.per_block[g]
+            lows[0] = max(start, group.lookahead)
+            table = seq.pages[g]
+            pages = [table[at : at + per] for at in range(first * per, stop // block * per, per)]
+            column = [
+                Run(node, g, part, per, low, None)
+                for node, part, low in zip(nodes, pages, lows, strict=True)
+            ]
+            columns.append(column)
+            mine = seq.runs[g]
             del mine[first:]
             mine.extend([None] * (first - len(mine)))
-            mine.extend(new)
-        self._supersede(top, made[0][0].node if made[0][0] else top)
-        return node
+            mine.extend(column)
+        for node, runs in zip(nodes, map(list, zip(*columns, strict=True)), strict=True):
+            node.runs = runs
+        self._supersede(parent, nodes[0])
+        return nodes[-1]
 
     def publish_partial(self, seq: Sequence) -> None:
         """The last, partly filled block enters under its own key, unless a longer block of the
@@ -119,9 +119,7 @@ class Publisher:
                 return
         if not any(mine):
             return
-        children = seq.tip.children
-        node = children.get(tokens) if children else None
-        node = node or self.tree.add(seq.tip, tokens)
+        node = seq.tip.child(tokens) or self.tree.add(seq.tip, tokens)
         self._merge(seq, node, b)
         self._supersede(seq.tip, node)
         self.tree.prune(node)
@@ -200,7 +198,7 @@ class Publisher:
         pages.extend([NO_PAGE] * (per - len(pages)))
         low = max(node.start, group.lookahead)
         full = node.stop - node.start == self.block and mine == ((low, node.stop),)
-        run = Run(node, g, pages, sum(keep), mine, full)
+        run = Run(node, g, pages, sum(keep), low, None if full else mine)
         node.runs[g] = run
         seq.set_run(g, b, run)
         seq.coverage[g].remove(node.stop, end * group.page_size)
@@ -226,8 +224,8 @@ class Publisher:
     def _publish_dirty(self, seq: Sequence) -> None:
         """Blocks claimed from the tree whose holes this sequence has filled in copies."""
         path: dict[int, Node] = {}
-        node: Node | None = seq.tip
-        while node is not None and node.parent is not None:
+        node = seq.tip
+        while node.parent is not None:
             path[node.start // self.block] = node
             node = node.parent
         for b in seq.dirty:
@@ -312,7 +310,7 @@ class Publisher:
         node, group = run.node, self.layout.groups[run.group]
         self.pools[run.group].detach(run)
         if group.required and group.window is None:
-            if node.children or node.pins:
+            if node.children() or node.pins:
                 raise InvariantError(
                     f"block [{node.start}, {node.stop}) is evicted before its children"
                 )

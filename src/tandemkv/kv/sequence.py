@@ -65,14 +65,20 @@ class Sequence:
     )
 
     def __init__(
-        self, seq_id: SeqId, layout: Layout, namespace: Namespace, tokens: list[int], tip: Node
+        self,
+        seq_id: SeqId,
+        layout: Layout,
+        namespace: Namespace,
+        tokens: list[int],
+        packed: array[int],
+        tip: Node,
     ) -> None:
         groups = layout.groups
         self.id = seq_id
         self.layout = layout
         self.namespace = namespace
         self.tokens = list(tokens)
-        self.packed: array[int] = pack_tokens(tokens)
+        self.packed = packed
         self.tip = tip
         self.committed = self.computed = self.published = self.reserved = self.reused = 0
         self.pages: list[list[PageId]] = [[] for _ in groups]

@@ -12,6 +12,8 @@ be read. Matching compares tokens, never keys alone. The tree holds no page: poo
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
+from hashlib import sha256
 
 from tandemkv.base.errors import InvariantError
 from tandemkv.base.ids import NO_PAGE, GroupId, PageId
@@ -27,42 +29,121 @@ SIBLINGS_WEIGHED = 8
 class Run:
     """The pages of one layer group in one block, and the slots of them that are canonical.
 
-    pages: page table of the block (NO_PAGE where no slot is canonical); size: pages in it.
-    spans: absolute slots. refs: sequences that hold it. attached: whether it is in the tree.
+    pages: page table of the block (NO_PAGE where no slot is canonical); size: pages in it. parts:
+    absolute slots, or None when the run is full: all of a whole block, from `low` on (the block's
+    start, or the lookahead). refs: sequences that hold it. attached: whether it is in the tree.
     """
 
-    __slots__ = ("attached", "full", "group", "node", "pages", "refs", "size", "spans")
+    __slots__ = ("attached", "group", "low", "node", "pages", "parts", "refs", "size")
 
     def __init__(
-        self, node: Node, group: int, pages: list[PageId], size: int, spans: Spans, full: bool
+        self, node: Node, group: int, pages: list[PageId], size: int, low: int, parts: Spans | None
     ) -> None:
         self.node = node
         self.group = group
         self.pages = pages
         self.size = size
-        self.spans = spans
-        self.full = full
+        self.low = low
+        self.parts = parts
         self.refs = 1
         self.attached = True
 
+    @property
+    def full(self) -> bool:
+        return self.parts is None
+
+    @property
+    def spans(self) -> Spans:
+        """The slots that may be read."""
+        return ((self.low, self.node.stop),) if self.parts is None else self.parts
+
 
 class Node:
-    """One block of a prefix: tokens [start, stop) under their parent's."""
+    """One block of a prefix: tokens [start, stop) under their parent's.
 
-    __slots__ = ("children", "key", "order", "parent", "pins", "runs", "start", "stop", "tokens")
+    A chain is the common case: an only child is held as such; more are a dictionary by tokens,
+    with their tokens in sorted order beside it.
+    """
+
+    __slots__ = (
+        "key",
+        "many",
+        "only",
+        "order",
+        "parent",
+        "pins",
+        "runs",
+        "start",
+        "stop",
+        "tokens",
+    )
 
     def __init__(
-        self, parent: Node | None, tokens: bytes, key: bytes, start: int, stop: int, groups: int
+        self,
+        parent: Node | None,
+        tokens: bytes,
+        key: bytes,
+        start: int,
+        stop: int,
+        runs: list[Run | None],
     ) -> None:
         self.parent = parent
         self.tokens = tokens
         self.key = key
         self.start = start
         self.stop = stop
-        self.children: dict[bytes, Node] | None = None
-        self.order: list[bytes] = []
-        self.runs: list[Run | None] = [None] * groups
+        self.only: Node | None = None
+        self.many: dict[bytes, Node] | None = None
+        self.order: list[bytes] | None = None
+        self.runs = runs
         self.pins = 0
+
+    def child(self, tokens: bytes) -> Node | None:
+        """The child that holds exactly these tokens."""
+        only = self.only
+        if only is not None:
+            return only if only.tokens == tokens else None
+        return self.many.get(tokens) if self.many else None
+
+    def children(self) -> list[Node]:
+        if self.only is not None:
+            return [self.only]
+        return [self.many[tokens] for tokens in self.order] if self.many and self.order else []
+
+    def near(self, tokens: bytes, before: int, after: int) -> list[Node]:
+        """Children whose tokens sort near `tokens`: some before it, some from it on."""
+        if self.only is not None:
+            return [self.only]
+        if not self.many or not self.order:
+            return []
+        at = bisect_left(self.order, tokens)
+        return [self.many[other] for other in self.order[max(0, at - before) : at + after]]
+
+    def link(self, child: Node) -> None:
+        if self.only is None and not self.many:
+            self.only = child
+            return
+        if self.only is not None:
+            self.many, self.order = {self.only.tokens: self.only}, [self.only.tokens]
+            self.only = None
+        if self.many is not None and self.order is not None:
+            self.many[child.tokens] = child
+            insort(self.order, child.tokens)
+
+    def unlink(self, child: Node) -> None:
+        if self.only is child:
+            self.only = None
+        elif self.many and self.order:
+            del self.many[child.tokens]
+            del self.order[bisect_left(self.order, child.tokens)]
+            if len(self.many) == 1:
+                (self.only,) = self.many.values()
+                self.many = self.order = None
+
+    @property
+    def stands(self) -> bool:
+        """Whether the tree needs this node: it has pages, a child, or a sequence's path ends."""
+        return bool(self.pins or self.only or self.many or any(self.runs))
 
 
 class Found:
@@ -85,13 +166,19 @@ class Found:
         start = stop = 0
         for node in self.nodes:
             run = node.runs[group]
-            if run is None or (full_only and not run.full):
+            if run is None:
                 continue
-            for a, b in run.spans:
-                if a != stop:
+            if run.parts is None:
+                if run.low != stop:
                     out.add(start, stop)
-                    start = a
-                stop = b
+                    start = run.low
+                stop = node.stop
+            elif not full_only:
+                for a, b in run.parts:
+                    if a != stop:
+                        out.add(start, stop)
+                        start = a
+                    stop = b
         out.add(start, stop)
         run = self.partial.runs[group] if self.partial and not full_only else None
         for a, b in run.spans if run else ():
@@ -121,8 +208,11 @@ class Tree:
         node = self.roots.get(namespace)
         if node is None:
             key = root_key(self.model_fingerprint, namespace)
-            node = self.roots[namespace] = Node(None, b"", key, 0, 0, len(self.layout.groups))
+            node = self.roots[namespace] = Node(None, b"", key, 0, 0, self._no_runs())
         return node
+
+    def _no_runs(self) -> list[Run | None]:
+        return [None] * len(self.layout.groups)
 
     def match(self, packed: bytes, namespace: Namespace) -> Found:
         """Longest published prefix of the packed tokens. Takes nothing, changes nothing."""
@@ -132,10 +222,12 @@ class Tree:
             return Found(None, nodes, None, 0)
         step, size, at = self.layout.block_size * TOKEN_BYTES, len(packed), 0
         while at + step <= size:
-            children = node.children
-            child = children.get(packed[at : at + step]) if children else None
-            if child is None:
-                break
+            part = packed[at : at + step]
+            child = node.only
+            if child is None or child.tokens != part:
+                child = node.child(part)
+                if child is None:
+                    break
             nodes.append(child)
             node = child
             at += step
@@ -147,16 +239,12 @@ class Tree:
 
         In sorted order the longest common prefix is always that of a neighbour of `rest`.
         """
-        children, order = node.children, node.order
-        if not children or not rest:
-            return None, 0
-        at = bisect_left(order, rest)
-        near = range(max(0, at - SIBLINGS_WEIGHED), min(len(order), at + SIBLINGS_WEIGHED))
-        lengths = [common_tokens(order[i], rest) for i in near]
-        extra = max(lengths)
+        near = node.near(rest, SIBLINGS_WEIGHED, SIBLINGS_WEIGHED) if rest else []
+        lengths = [common_tokens(child.tokens, rest) for child in near]
+        extra = max(lengths, default=0)
         if not extra:
             return None, 0
-        best = [children[order[i]] for i, k in zip(near, lengths, strict=True) if k == extra]
+        best = [child for child, k in zip(near, lengths, strict=True) if k == extra]
         end = node.stop + extra
         return max(best, key=lambda child: self._worth(child, end)), extra
 
@@ -169,59 +257,57 @@ class Tree:
         """A new block under `parent`; its runs are attached by the publisher."""
         start = parent.stop
         stop = start + len(tokens) // TOKEN_BYTES
-        node = Node(parent, tokens, block_key(parent.key, tokens), start, stop, len(parent.runs))
-        children = parent.children
-        if children is None:
-            parent.children = {tokens: node}
-            parent.order = [tokens]
-        else:
-            children[tokens] = node
-            insort(parent.order, tokens)
+        key = block_key(parent.key, tokens)
+        node = Node(parent, tokens, key, start, stop, self._no_runs())
+        parent.link(node)
         self.num_nodes += 1
         return node
 
+    def chain(self, parent: Node, parts: Sequence[bytes]) -> list[Node]:
+        """Whole blocks under `parent`, each the only child of the one before; runs to be set."""
+        node = self.add(parent, parts[0])
+        nodes = [node]
+        block, at, unset = self.layout.block_size, node.stop, self._no_runs()
+        for part in parts[1:]:
+            key = sha256(node.key + part).digest()
+            child = Node(node, part, key, at, at + block, unset)
+            node.only = child
+            nodes.append(child)
+            node = child
+            at += block
+        self.num_nodes += len(parts) - 1
+        return nodes
+
     def prefixes(self, parent: Node, tokens: bytes) -> list[Node]:
         """Partial children of `parent` whose tokens are a proper prefix of `tokens`."""
-        children = parent.children
-        if not children or len(children) < 2:
+        if not parent.many:
             return []
         cuts = range(TOKEN_BYTES, len(tokens), TOKEN_BYTES)
-        return [children[tokens[:cut]] for cut in cuts if tokens[:cut] in children]
+        return [child for cut in cuts if (child := parent.many.get(tokens[:cut])) is not None]
 
     def extensions(self, parent: Node, tokens: bytes) -> list[Node]:
         """A few children of `parent` that begin with `tokens` (itself included)."""
-        order, children = parent.order, parent.children
-        if not children:
-            return []
-        at = bisect_left(order, tokens)
-        near = order[at : at + SIBLINGS_WEIGHED]
-        return [children[other] for other in near if other.startswith(tokens)]
+        near = parent.near(tokens, 0, SIBLINGS_WEIGHED)
+        return [child for child in near if child.tokens.startswith(tokens)]
 
     def prune(self, node: Node) -> None:
         """Take out `node` and then its ancestors while they hold no page, child or pin."""
-        while not (node.pins or node.children or any(node.runs)):
+        while not node.stands:
             parent = node.parent
             if parent is None:
-                for namespace, root in list(self.roots.items()):
-                    if root is node:
-                        del self.roots[namespace]
+                self.roots = {name: root for name, root in self.roots.items() if root is not node}
                 return
-            self._unlink(parent, node)
+            if parent.child(node.tokens) is not node:
+                return
+            parent.unlink(node)
+            self.num_nodes -= 1
             node = parent
-
-    def _unlink(self, parent: Node, node: Node) -> None:
-        children = parent.children
-        if not children or children.get(node.tokens) is not node:
-            return
-        del children[node.tokens]
-        del parent.order[bisect_left(parent.order, node.tokens)]
-        self.num_nodes -= 1
 
     def nodes(self) -> list[Node]:
         """Every block, parents before children (for checks and for emptying the cache)."""
         out: list[Node] = list(self.roots.values())
         for node in out:
-            out.extend((node.children or {}).values())
+            out.extend(node.children())
         return out[len(self.roots) :]
 
     def check(self) -> None:
@@ -233,8 +319,16 @@ class Tree:
         if len(nodes) != self.num_nodes:
             raise InvariantError(f"the tree counts {self.num_nodes} blocks but has {len(nodes)}")
         for node in [*self.roots.values(), *nodes]:
-            if node.order != sorted(node.children or {}):
+            tokens = [child.tokens for child in node.children()]
+            several = sorted(node.many) if node.many else None
+            if node.order != several or (several and (node.only or len(several) < 2)):
                 raise InvariantError(f"children of block [{node.start}, {node.stop}) out of order")
+            if len(set(tokens)) != len(tokens) or any(
+                child.parent is not node for child in node.children()
+            ):
+                raise InvariantError(
+                    f"children of block [{node.start}, {node.stop}) are not its own"
+                )
         for node in nodes:
             self._check_node(node)
 
@@ -247,9 +341,9 @@ class Tree:
         if node.start != parent.stop or len(node.tokens) != size * TOKEN_BYTES or size < 1:
             raise InvariantError(f"{where} does not follow its parent")
         block = self.layout.block_size
-        if node.start % block or size > block or (size < block and node.children):
+        if node.start % block or size > block or (size < block and node.children()):
             raise InvariantError(f"{where} is not aligned, too long, or partial with children")
-        if not (node.pins or node.children or any(node.runs)):
+        if not node.stands:
             raise InvariantError(f"{where} holds no page, child or pin, yet stands")
         for index, run in enumerate(node.runs):
             if run is not None:
