@@ -41,7 +41,7 @@ def drafter_of(name: str, target: Target, k: int) -> Drafter | None:
     if name == "ngram":
         from tandemkv.model.ngram import Ngram
 
-        return Ngram(target, num_draft_tokens=k)
+        return Ngram(num_draft_tokens=k)
     raise ValueError(name)
 
 

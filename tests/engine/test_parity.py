@@ -98,7 +98,7 @@ def test_a_suspended_request_drafts_on_as_if_nothing_had_happened(
     for request, reference in zip(requests, cold(drafter, wanted), strict=True):
         assert_same_drafts({s.anchor: s.drafts for s in request.steps}, reference)
         empty = [s for s in request.steps[:-1] if not s.drafts]
-        assert not empty, "a resumed request must not lose a proposal"
+        assert drafter == "ngram" or not empty, "a resumed request must not lose a proposal"
     assert used_pages(engine) == [0] * len(engine.layout.groups)
 
 
@@ -283,4 +283,5 @@ def test_generate_calls_back_with_every_token_once() -> None:
     done = engine.generate(
         requests, on_output=lambda o: seen.setdefault(o.request_id, []).extend(o.tokens)
     )
-    assert list(seen.values()) and all(seen[c.request.id] == c.tokens for c in done)
+    assert len(seen) == len(done)
+    assert all(seen[c.request.id] == c.tokens for c in done)

@@ -8,6 +8,7 @@ stay here, bound to the sequence they were drafted for. This module decides noth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -95,7 +96,7 @@ class Runner:
         request, params = segment.request, segment.request.params
         drafts = segment.tokens[len(segment.tokens) - segment.num_drafts :]
         probs = self._probs.pop(segment.seq.id, None)
-        gap = self._gaps.pop(segment.seq.id, float("inf"))
+        gap = self._gaps.pop(segment.seq.id, math.inf)
         if params.greedy and not params.changes_logits:
             accepted = 0
             while accepted < len(drafts) and drafts[accepted] == best[accepted]:
@@ -123,7 +124,7 @@ class Runner:
         logprobs = None
         if params.logprobs is not None:
             logprobs = token_logprobs(logits[: accepted + 1], tokens, params.logprobs)
-        target_gap = top2_gap(logits[: accepted + 1]) if self._trace else float("inf")
+        target_gap = float(top2_gap(logits[: accepted + 1]).min()) if self._trace else math.inf
         return SegmentResult(
             seq=segment.seq.id,
             tokens=tokens,
@@ -168,7 +169,7 @@ class Runner:
 
 
 def _empty(segment: Segment) -> SegmentResult:
-    inf = float("inf")
+    inf = math.inf
     return SegmentResult(
         seq=segment.seq.id,
         tokens=[],

@@ -25,7 +25,7 @@ from tandemkv.sched.batch import Segment, StepPlan
 
 @dataclass(slots=True)
 class TargetInputs:
-    """token_ids, positions: [R]; rows: a GroupRows per target group; starts: first row by segment."""
+    """token_ids, positions: [R]; rows: one per target group; starts: first row by segment."""
 
     token_ids: Tensor
     positions: Tensor
