@@ -23,7 +23,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     draws one at submission. logprobs None: none; k: the chosen token's and the top k (0..20).
     num_draft_tokens None: the drafter's default K; 0: speculation off for this request; it may
     be changed while the request runs. draft_context: whether the drafter's context pass runs on
-    while speculation is off (if not, the gap is counted). claim_policy: exact, fast or auto.
+    while speculation is off (if not, the gap is counted). claim_policy: exact, fast or
+    auto; None: the engine's.
     """
 
     temperature: float = 1.0
@@ -43,7 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     verification: str = "token"
     num_draft_tokens: int | None = None
     draft_context: bool = True
-    claim_policy: str = "exact"
+    claim_policy: str | None = None
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 100.0)
@@ -72,7 +73,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0)
         _choice("verification", self.verification, ("token", "block"))
-        _choice("claim_policy", self.claim_policy, ("exact", "fast", "auto"))
+        if self.claim_policy is not None:
+            _choice("claim_policy", self.claim_policy, ("exact", "fast", "auto"))
 
     @property
     def greedy(self) -> bool:

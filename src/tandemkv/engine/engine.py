@@ -38,6 +38,8 @@ from tandemkv.sched.scheduler import Scheduler
 
 log = logging.getLogger("tandemkv")
 
+EMBEDDED = "SmolLM2-135M-Instruct"
+
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
     """A prompt for Engine.generate."""
@@ -127,7 +129,8 @@ class Engine:
 
     @property
     def model_name(self) -> str:
-        return self.target.spec.name
+        """What clients call the model: the last part of its path or hub id."""
+        return self.config.model.rstrip("/").rsplit("/", 1)[-1] if self.config.model else EMBEDDED
 
     @property
     def max_model_len(self) -> int:
@@ -152,6 +155,8 @@ class Engine:
             )
         _check_tokens("logit_bias", params.logit_bias, vocab)
         _check_tokens("stop_token_ids", params.stop_token_ids, vocab)
+        if params.claim_policy is None:
+            params = msgspec.structs.replace(params, claim_policy=self.config.claim_policy)
         if request_id is None:
             request_id = f"req-{self._next_id}"
         self._next_id += 1

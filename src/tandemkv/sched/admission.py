@@ -87,6 +87,7 @@ class Admission:
         limits = self._limits
         resume = bool(request.output)
         policy = request.params.claim_policy if limits.context_pass(request) else "fast"
+        policy = policy or "exact"
         return self._manager.claim(
             request.tokens,
             namespace=request.namespace,

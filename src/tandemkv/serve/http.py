@@ -64,7 +64,6 @@ class Service:
             engine.model_name,
             engine.max_model_len,
             engine.vocab_size,
-            claim_policy=engine.engine.config.claim_policy,
         )
         self.latencies = metrics.Latencies()
         self._snapshot = metrics.Snapshot()

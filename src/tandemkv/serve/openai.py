@@ -39,16 +39,12 @@ Prompt = str | list[int]
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What the server bounds: model name, longest sequence (tokens), vocabulary (ids), choices.
-
-    claim_policy: that of requests which name none.
-    """
+    """What the server bounds: model name, longest sequence (tokens), vocabulary (ids), choices."""
 
     model: str
     max_model_len: int
     vocab_size: int
     max_choices: int = MAX_CHOICES
-    claim_policy: str = "exact"
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,7 +210,7 @@ def _ask(body: Body, limits: Limits, *, logprobs: int | None, **fields: Any) -> 
     text(body, "user", "")  # who asks changes nothing
     return Ask(
         params=SamplingParams(
-            **{"claim_policy": limits.claim_policy, **_sampling(body)},
+            **_sampling(body),
             max_tokens=limits.max_model_len if max_tokens is None else max_tokens,
             logprobs=logprobs,
             logit_bias=_logit_bias(body, limits.vocab_size),
