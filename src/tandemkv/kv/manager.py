@@ -28,45 +28,9 @@ from tandemkv.kv.keys import TOKEN_BYTES, Namespace, pack_tokens, token_bytes
 from tandemkv.kv.layout import LayerGroup, Layout
 from tandemkv.kv.pool import PagePool, Usage
 from tandemkv.kv.publish import Publisher
+from tandemkv.kv.records import FAULTS, WITHHOLD_DRAFT_ROWS, Claim, Match, Stats, tally
 from tandemkv.kv.sequence import Sequence
 from tandemkv.kv.tree import Found, Tree
-
-WITHHOLD_DRAFT_ROWS = "withhold_draft_rows"
-FAULTS = frozenset({WITHHOLD_DRAFT_ROWS})
-"""Faults that can be injected by name, to show that a check is able to fail."""
-
-
-class Match(msgspec.Struct, frozen=True):
-    """What the tree holds of a prompt. end: tokens matched; coverage: per group, its slots."""
-
-    num_tokens: int
-    end: int
-    coverage: tuple[tuple[Span, ...], ...]
-    tier: str = "device"
-
-
-class Claim(msgspec.Struct):
-    """A new sequence, what it must compute, and the pages to copy before its first pass."""
-
-    seq: Sequence
-    plan: ClaimPlan
-    copies: tuple[PageCopy, ...]
-
-
-class Stats(msgspec.Struct):
-    """Counters since the start; dictionaries are keyed by group name or by reason."""
-
-    claims: int = 0
-    resumptions: int = 0
-    suspensions: int = 0
-    prefix_queries_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    draft_hit_tokens: dict[str, int] = {}
-    draft_gap_tokens: dict[str, int] = {}
-    draft_recomputed_tokens: int = 0
-    evicted_pages: dict[str, int] = {}
-    copied_pages: int = 0
-    published_blocks: int = 0
 
 
 class _Ask(msgspec.Struct, frozen=True):
@@ -80,11 +44,6 @@ class _Ask(msgspec.Struct, frozen=True):
     policy: str
     expected_tokens: int
     dummy: bool
-
-
-def _count(counters: dict[str, int], name: str, amount: int) -> None:
-    if amount:
-        counters[name] = counters.get(name, 0) + amount
 
 
 class KVManager:
@@ -287,9 +246,9 @@ class KVManager:
         for g in self.layout.draft_groups:
             group = self.layout.groups[g]
             needed = seq.coverage[g].within(group.first_needed(plan.end), plan.end)
-            _count(stats.draft_hit_tokens, group.name, sum(b - a for a, b in needed))
+            tally(stats.draft_hit_tokens, group.name, sum(b - a for a, b in needed))
         for gap in plan.masked:
-            _count(stats.draft_gap_tokens, gap.reason, gap.stop - gap.start)
+            tally(stats.draft_gap_tokens, gap.reason, gap.stop - gap.start)
 
     def copied(self, seq: Sequence) -> None:
         """The claim's copies have been made: their sources are no longer held for it."""
@@ -401,7 +360,7 @@ class KVManager:
         gaps = seq.coverage[group].missing(start, stop)
         seq.masks[group].extend((a, b, reason) for a, b in gaps)
         if not seq.dummy:
-            _count(self.stats.draft_gap_tokens, reason, sum(b - a for a, b in gaps))
+            tally(self.stats.draft_gap_tokens, reason, sum(b - a for a, b in gaps))
 
     def publish(self, seq: Sequence) -> int:
         """Whole blocks of committed rows enter the tree; windows slide. Returns blocks published.
@@ -481,7 +440,7 @@ class KVManager:
     def _make_room(self, g: int, count: int) -> None:
         if len(self.pools[g].free) < count:
             evicted = self._publisher.make_room(g, count)
-            _count(self.stats.evicted_pages, self.pools[g].name, evicted)
+            tally(self.stats.evicted_pages, self.pools[g].name, evicted)
 
     # -- look -----------------------------------------------------------------------------
 

@@ -1,0 +1,56 @@
+"""What the KV manager hands out: a match, a claim, its counters. And the names of its faults.
+
+Law: records carry values; none of them acts. A counter only grows.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandemkv.base.spans import Span
+from tandemkv.kv.coverage import ClaimPlan
+from tandemkv.kv.intent import PageCopy
+from tandemkv.kv.sequence import Sequence
+
+WITHHOLD_DRAFT_ROWS = "withhold_draft_rows"
+FAULTS = frozenset({WITHHOLD_DRAFT_ROWS})
+"""Faults that can be injected by name, to show that a check is able to fail."""
+
+
+class Match(msgspec.Struct, frozen=True):
+    """What the tree holds of a prompt. end: tokens matched; coverage: per group, its slots."""
+
+    num_tokens: int
+    end: int
+    coverage: tuple[tuple[Span, ...], ...]
+    tier: str = "device"
+
+
+class Claim(msgspec.Struct):
+    """A new sequence, what it must compute, and the pages to copy before its first pass."""
+
+    seq: Sequence
+    plan: ClaimPlan
+    copies: tuple[PageCopy, ...]
+
+
+class Stats(msgspec.Struct):
+    """Counters since the start; dictionaries are keyed by group name or by reason."""
+
+    claims: int = 0
+    resumptions: int = 0
+    suspensions: int = 0
+    prefix_queries_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    draft_hit_tokens: dict[str, int] = {}
+    draft_gap_tokens: dict[str, int] = {}
+    draft_recomputed_tokens: int = 0
+    evicted_pages: dict[str, int] = {}
+    copied_pages: int = 0
+    published_blocks: int = 0
+
+
+def tally(counters: dict[str, int], name: str, amount: int) -> None:
+    """Add to a named counter; a counter appears with its first unit."""
+    if amount:
+        counters[name] = counters.get(name, 0) + amount
