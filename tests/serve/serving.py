@@ -58,10 +58,10 @@ class Running:
         assert not self.thread.is_alive(), "the server did not stop"
 
 
-def start_engine(model: Path, **options: Any) -> Any:
-    """An AsyncEngine over a tiny model with small pools and every check on."""
+def start_engine(model: Path | None, **options: Any) -> AsyncEngine:
+    """An AsyncEngine over a model (None: the default) with small pools and every check on."""
     sizes = {"kv_cache_tokens": 4096, "max_model_len": 256, "block_size": 4, "threads": 1}
-    fixed = {"model": str(model), "dtype": "float32", "device": "cpu", "debug": True}
+    fixed = {"model": model and str(model), "dtype": "float32", "device": "cpu", "debug": True}
     return AsyncEngine(Engine.from_config(EngineConfig(**{**fixed, **sizes, **options})))
 
 
