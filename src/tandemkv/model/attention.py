@@ -23,6 +23,9 @@ from tandemkv.base.errors import ConfigError, InvariantError
 from tandemkv.base.spans import Span, SpanSet
 from tandemkv.kv.layout import LayerGroup, Role
 
+_PACKED_ROWS = 16
+"""Up to this many rows of a segment, packing query heads onto their key head is faster on CPU."""
+
 
 class KVPool:
     """The pages of one layer group on one device.
@@ -112,6 +115,8 @@ class _Read:
     values: Tensor
     mask: Tensor | None  # [Tq, T], additive
     causal: bool  # top-left causal, no mask needed
+    packed: bool  # few rows: query heads are packed onto their key head
+    tiled: Tensor | None = None  # the mask of packed rows [groups * Tq, T], made by the first layer
 
 
 @dataclass(slots=True)
@@ -247,7 +252,8 @@ class GroupRows:
         if mask is not None:
             bias = torch.zeros(mask.shape, dtype=self.pool.data.dtype)
             mask = bias.masked_fill_(~mask, float("-inf")).to(self.pool.data.device)
-        return _Read(start, stop, k, v, mask, causal)
+        packed = not causal and stop - start <= _PACKED_ROWS
+        return _Read(start, stop, k, v, mask, causal, packed)
 
 
 def _row_shape(group: LayerGroup) -> tuple[int, int]:
@@ -377,6 +383,8 @@ def _attend(
     """q [Tq, H, hd] -> [Tq, H, hd] over one segment's keys."""
     if softcap is not None or sinks is not None:
         return _attend_plainly(read, q, scale, softcap, sinks)
+    if read.packed:
+        return _attend_packed(read, q, scale)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         read.keys,
@@ -387,6 +395,22 @@ def _attend(
         enable_gqa=q.shape[1] != read.keys.shape[1],
     )
     return out.squeeze(0).transpose(0, 1)
+
+
+def _attend_packed(read: _Read, q: Tensor, scale: float | None) -> Tensor:
+    """The query heads that share a key head become rows of one product: keys are read once."""
+    num_rows, num_heads, dim = q.shape
+    groups = num_heads // read.keys.shape[1]
+    if num_rows == 1:
+        rows = q.view(1, -1, groups, dim)
+    else:
+        rows = q.transpose(0, 1).reshape(1, -1, groups * num_rows, dim)
+    if read.mask is not None and read.tiled is None:
+        read.tiled = read.mask.repeat(groups, 1)
+    out = F.scaled_dot_product_attention(
+        rows, read.keys, read.values, attn_mask=read.tiled, scale=scale
+    )
+    return out.reshape(num_heads, num_rows, dim).transpose(0, 1)
 
 
 def _attend_plainly(

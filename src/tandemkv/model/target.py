@@ -26,6 +26,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from tandemkv.base.errors import ConfigError, InvariantError
 from tandemkv.kv.layout import Domain, LayerGroup, RebuildFrom
 from tandemkv.model.attention import AttentionSegment, GroupRows, KVPool
+from tandemkv.model.packed import pack_linear, pack_modules
 
 ATTENTION = "tandemkv"
 """The name of our attention function in transformers: attn_implementation=ATTENTION."""
@@ -160,6 +161,8 @@ class Target:
             for index, group in enumerate(self._groups)
             for position, layer in enumerate(group.layers)
         }
+        pack_modules(self._decoder)
+        self._head = pack_linear(self._head.weight, self._head.bias)
         probe.check_paged(whole)
 
     def layer_groups(self, page_size: int) -> tuple[LayerGroup, ...]:
@@ -210,7 +213,7 @@ class Target:
     @property
     def head_weight(self) -> Tensor:
         """[V, d]; the embedding's own tensor when they are tied."""
-        return self._head.weight
+        return self.model.get_output_embeddings().weight
 
     def _tap(self, taps: Sequence[int]) -> None:
         for layer in taps:
