@@ -33,7 +33,7 @@ def byte_level(vocab_size: int = 420) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=["<eos>", "<pad>"],
+        special_tokens=["<eos>", "<pad>", "<unnamed>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -137,6 +137,7 @@ def test_any_bytes_a_token_each_give_the_text_of_the_whole(data, sizes):
 
 @settings(max_examples=120)
 @given(st.text(st.sampled_from("abst op.the dog你好🙂é�\n"), max_size=60), sizes)
+@example("你好你好你好你好你好", [])
 def test_a_tokenizer_with_words_and_byte_fallback_gives_the_text_of_the_whole(text, sizes):
     tokenizer = word_level()
     tokens = tokenizer.encode(text, add_special_tokens=False)
@@ -166,6 +167,24 @@ def test_a_character_left_incomplete_ends_as_a_replacement():
     tokenizer = byte_level()
     tokens = bytes_of(tokenizer, "a🙂".encode()[:-1])
     assert stream(tokenizer, [tokens]) == ("a\ufffd", 4, ["a", "\ufffd"])
+
+
+def test_special_tokens_inside_a_character_do_not_part_it():
+    tokenizer = byte_level()
+    first, *rest = bytes_of(tokenizer, "你".encode())
+    unnamed = tokenizer.convert_tokens_to_ids("<unnamed>")
+    assert unnamed not in tokenizer.all_special_ids
+    for special in (tokenizer.eos_token_id, unnamed):
+        tokens = [first, *([special] * 2 * text_module.UNSETTLED_TOKENS), *rest]
+        assert stream(tokenizer, [tokens])[0] == whole(tokenizer, tokens) == "你"
+
+
+def test_words_after_many_bytes_that_are_no_text_keep_their_spaces():
+    tokenizer = word_level()
+    bad = tokenizer.convert_tokens_to_ids("<0xFF>")
+    a, the, dog = tokenizer.convert_tokens_to_ids(["a", "▁the", "▁dog"])
+    tokens = [*[bad] * 20, a, *[bad] * 17, the, dog]
+    assert stream(tokenizer, [tokens])[0] == whole(tokenizer, tokens)
 
 
 class Spelled:
@@ -310,6 +329,13 @@ def test_what_may_begin_a_stop_string_is_held_and_released_when_it_does_not():
     ]
     assert stream(tokenizer, [[a], [b], [a]], ["abac"])[2] == ["", "", "", "aba"]
     assert stream(tokenizer, [[a], [b], [a], [c], [b]], ["abac"])[:2] == ("", 4)
+
+
+def test_what_is_held_at_the_end_comes_in_order_and_may_still_complete_a_stop_string():
+    tokenizer = byte_level()
+    tokens = bytes_of(tokenizer, b"ab\xe4")
+    assert stream(tokenizer, [tokens], ["abac"])[0] == "ab\ufffd"
+    assert stream(tokenizer, [tokens], ["b\ufffd"])[0] == "a"
 
 
 def test_a_stop_string_before_half_a_character_in_one_token_stops_at_once():
