@@ -8,13 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandemkv.base.errors import InvariantError, RequestError
+from tandemkv.base.errors import InvariantError
 from tandemkv.base.logprobs import TokenLogprobs
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.model import sampling
 from tandemkv.model.sampling import (
     Purpose,
-    check_token_ids,
     distribution,
     draft_distribution,
     known_prefix,
@@ -171,14 +170,6 @@ def test_a_draft_outside_the_vocabulary_is_never_indexed():
     params = SamplingParams(frequency_penalty=1.0)
     out = process_logits(rows(4), params, [], [2], [3, -1, 4])
     assert torch.equal(out[:2], process_logits(rows(4)[:2], params, [], [2], [3]))
-
-
-def test_token_ids_outside_the_vocabulary_are_refused_by_name():
-    check_token_ids(SamplingParams(logit_bias={V - 1: 1.0}, stop_token_ids=(V - 1,)), V)
-    with pytest.raises(RequestError, match="logit_bias names token 12, the vocabulary has 12"):
-        check_token_ids(SamplingParams(logit_bias={V: 1.0}), V)
-    with pytest.raises(RequestError, match="stop_token_ids"):
-        check_token_ids(SamplingParams(stop_token_ids=(99,)), V)
 
 
 # ------------------------------------------------------------------ distributions

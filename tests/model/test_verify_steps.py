@@ -23,7 +23,6 @@ from tandemkv.model.verify import (
     residual,
     verify,
     verify_greedy,
-    verify_greedy_batch,
 )
 
 
@@ -234,17 +233,9 @@ def test_greedy_keeps_drafts_while_they_are_the_targets_choices(drafts, verdict)
     for method in METHODS:
         params = token_params(method, temperature=0.0)
         assert verify(logits, drafts, None, params, 0, 0) == verdict
+        assert verify_greedy([3, 1, 4, 1], drafts) == verdict
         q = torch.full((max(len(drafts), 1), 10), 0.1)
         assert verify(logits, drafts, q, params, 1, 5) == verdict
-
-
-def test_a_batch_of_greedy_requests_is_each_alone():
-    choices = [3, 1, 4, 1, 5, 9]
-    drafts = [[3, 1], [], [5]]
-    alone = [verify_greedy(choices[:3], [3, 1]), verify_greedy([1], []), verify_greedy([5, 9], [5])]
-    assert verify_greedy_batch(choices, drafts) == alone
-    with pytest.raises(InvariantError, match="6 rows of choices for 4"):
-        verify_greedy_batch(choices, [[3, 1], []])
 
 
 def model(context: Sequence[int]) -> Tensor:

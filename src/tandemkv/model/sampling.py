@@ -20,7 +20,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from tandemkv.base.errors import InvariantError, RequestError
+from tandemkv.base.errors import InvariantError
 from tandemkv.base.logprobs import TokenLogprobs
 from tandemkv.base.sampling import SamplingParams
 
@@ -60,16 +60,6 @@ def uniform(seed: int, position: int, purpose: Purpose, anchor: int | None = Non
 def is_deterministic(params: SamplingParams) -> bool:
     """Whether only the best token can be emitted: temperature 0 or top_k 1."""
     return params.greedy or params.top_k == 1
-
-
-def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Raise RequestError if a parameter names a token id outside [0, vocab_size)."""
-    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        for token in ids:
-            if token >= vocab_size:
-                raise RequestError(
-                    f"{name} names token {token}, the vocabulary has {vocab_size}", param=name
-                )
 
 
 def known_prefix(drafts: Sequence[int], vocab_size: int) -> Sequence[int]:

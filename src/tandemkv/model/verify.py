@@ -147,18 +147,6 @@ def verify_greedy(choices: Sequence[int], drafts: Sequence[int]) -> Verdict:
     return Verdict(accepted, choices[accepted])
 
 
-def verify_greedy_batch(choices: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[Verdict]:
-    """Many requests after one argmax over all their rows, packed: len(drafts[i]) + 1 rows each."""
-    verdicts: list[Verdict] = []
-    row = 0
-    for own in drafts:
-        verdicts.append(verify_greedy(choices[row : row + len(own) + 1], own))
-        row += len(own) + 1
-    if row != len(choices):
-        raise InvariantError(f"{len(choices)} rows of choices for {row} anchors and drafts")
-    return verdicts
-
-
 def _drafted(p: Tensor, q: Tensor | None, drafts: Sequence[int]) -> list[tuple[float, float]]:
     """(p, q) of each draft at its own row, in double precision."""
     if not drafts:
