@@ -265,10 +265,15 @@ class Rig:
         return request
 
     def step(self) -> StepPlan:
-        plan = self.scheduler.plan()
-        self.scheduler.check()
+        plan = self.plan()
         self.take(self.scheduler.apply(plan, self.model.run(plan)))
         self.plans.append(plan)
+        self.settle()
+        return plan
+
+    def plan(self) -> StepPlan:
+        """Plan, and erase what planning evicted before anyone writes there."""
+        plan = self.scheduler.plan()
         self.settle()
         return plan
 
