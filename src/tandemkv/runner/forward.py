@@ -19,7 +19,7 @@ from tandemkv.kv.layout import Layout
 from tandemkv.model.drafter import Drafter
 from tandemkv.model.sampling import process_logits, token_logprobs, top2_gap
 from tandemkv.model.target import Target
-from tandemkv.model.verify import verify
+from tandemkv.model.verify import verify, verify_greedy
 from tandemkv.runner.inputs import draft_inputs, target_inputs
 from tandemkv.runner.storage import Storage
 from tandemkv.sched.batch import Segment, SegmentResult, StepPlan, StepResult
@@ -98,10 +98,7 @@ class Runner:
         probs = self._probs.pop(segment.seq.id, None)
         gap = self._gaps.pop(segment.seq.id, math.inf)
         if params.greedy and not params.changes_logits:
-            accepted = 0
-            while accepted < len(drafts) and drafts[accepted] == best[accepted]:
-                accepted += 1
-            token = best[accepted]
+            verdict = verify_greedy(best, drafts)
         else:
             processed = process_logits(
                 logits,
@@ -119,8 +116,8 @@ class Runner:
                 request.seed,
                 segment.stop - 1 - len(drafts),
             )
-            accepted, token = verdict.num_accepted, verdict.token
-        tokens = [*drafts[:accepted], token]
+        accepted = verdict.num_accepted
+        tokens = [*drafts[:accepted], verdict.token]
         logprobs = None
         if params.logprobs is not None:
             logprobs = token_logprobs(logits[: accepted + 1], tokens, params.logprobs)
