@@ -20,10 +20,10 @@ $(VENV)/.installed: pyproject.toml Makefile
 	touch $@
 
 install: $(VENV)/.installed ## make .venv with everything and convert the embedded model
-	$(BIN)/tandemkv fetch
+	$(BIN)/tandemkv convert
 
 demo: install ## acceptance on a dozen prompts, on every path, and what losing the drafter's rows costs
-	$(BIN)/tandemkv acceptance --demo
+	$(BIN)/tandemkv acceptance --limit 12 --show-loss
 
 test: install lint types unit ## everything that CI runs
 
