@@ -27,8 +27,15 @@ VOCAB = 64
 PAGE = 4
 
 
-def tiny_target(seed: int = 0, *, vocab: int = VOCAB, hidden: int = 32, layers: int = 6) -> Target:
-    """A random Llama with untied head; its maximum length is 256."""
+def tiny_model(
+    seed: int = 0,
+    *,
+    vocab: int = VOCAB,
+    hidden: int = 32,
+    layers: int = 6,
+    attention: str = "eager",
+) -> LlamaForCausalLM:
+    """A random Llama with untied head, the same for the same arguments; maximum length 256."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab,
@@ -39,11 +46,17 @@ def tiny_target(seed: int = 0, *, vocab: int = VOCAB, hidden: int = 32, layers: 
         num_key_value_heads=2,
         max_position_embeddings=256,
         initializer_range=0.2,
-        attn_implementation=ATTENTION,
+        attn_implementation=attention,
         eos_token_id=None,
         bos_token_id=None,
     )
-    return Target(LlamaForCausalLM(config).eval(), fingerprint=f"tiny {seed} {vocab} {hidden}")
+    return LlamaForCausalLM(config).eval()
+
+
+def tiny_target(seed: int = 0, **shape: int) -> Target:
+    """`tiny_model` as a target."""
+    model = tiny_model(seed, attention=ATTENTION, **shape)  # type: ignore[arg-type]
+    return Target(model, fingerprint=f"tiny {seed} {shape}")
 
 
 def eagle_config(**changes: object) -> Eagle3Config:

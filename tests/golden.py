@@ -7,7 +7,6 @@ drafts must be for a whole, teacher-forced sequence, whatever path the engine to
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -120,13 +119,9 @@ class GoldenEagle:
 def captures(model: Any, tokens: Sequence[int], taps: Sequence[int]) -> tuple[Tensor, Tensor]:
     """([T, m, d] outputs of layers `taps`, [T, V] logits) of a transformers model run whole.
 
-    The model is copied with transformers' own attention, so that no page is involved. A tap of -1
-    is the embedding; the last layer is not available here (transformers normalises it).
+    model: with transformers' own attention, so that no page is involved. A tap of -1 is the
+    embedding; the last layer is not available here (transformers normalises it).
     """
-    config = copy.deepcopy(model.config)
-    config._attn_implementation = "eager"
-    plain = type(model)(config).to(model.dtype).eval()
-    plain.load_state_dict(model.state_dict())
     with torch.no_grad():
-        out = plain(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+        out = model(torch.tensor([list(tokens)]), output_hidden_states=True, use_cache=False)
     return torch.stack([out.hidden_states[t + 1][0] for t in taps], 1), out.logits[0]

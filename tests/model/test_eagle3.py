@@ -22,6 +22,7 @@ from drafting import (
     prefill,
     rows_of,
     serve,
+    tiny_model,
     tiny_target,
 )
 from golden import GoldenEagle, captures
@@ -336,7 +337,7 @@ def test_captured_layers_are_outputs_of_the_layers_named(target):
     """The target's features, as served over pages, are the hidden states transformers gives."""
     case = Case(target)
     tokens = case.sequence().tokens[: N + 1]
-    dense, _ = captures(target.model, tokens, case.drafter.spec.taps)
+    dense, _ = captures(tiny_model(), tokens, case.drafter.spec.taps)
     pools = [KVPool(g, 8, poison=True) for g in target.layer_groups(PAGE)]
     segment = AttentionSegment(0, N + 1, 0, list(range(8)), [], [(0, N + 1)])
     out = target.forward(
@@ -346,7 +347,7 @@ def test_captured_layers_are_outputs_of_the_layers_named(target):
         case.drafter.spec.taps,
     )
     assert torch.allclose(out.features, dense, atol=1e-4)
-    shifted, _ = captures(target.model, tokens, [t + 1 for t in (0, 2)])
+    shifted, _ = captures(tiny_model(), tokens, [t + 1 for t in (0, 2)])
     assert not torch.allclose(out.features[:, :2], shifted, atol=1e-2)
 
 

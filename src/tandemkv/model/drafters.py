@@ -104,6 +104,7 @@ def _draft_model(
         device=str(common["device"] or target.spec.device),
         cache_dir=common["cache_dir"],
     )
+    _refuse_other_tokenizer(target, model, path)
     kept = {k: v for k, v in common.items() if k == "num_draft_tokens"}
     return DraftModel(target, model, origin=path, **kept)
 
@@ -129,6 +130,26 @@ _LOADERS: dict[str, Callable[..., Drafter]] = {
     "draft_model": _draft_model,
     "ngram": _ngram,
 }
+
+
+def _refuse_other_tokenizer(target: Target, model: Target, origin: str) -> None:
+    """Where both models bring a tokenizer, every token they share must have the same id."""
+    from tandemkv.model.checkpoint import load_tokenizer
+
+    vocabularies = []
+    for each in (target, model):
+        directory = Path(each.model.name_or_path or "")
+        if not (directory / "tokenizer.json").is_file():
+            return
+        vocabularies.append(load_tokenizer(str(directory)).get_vocab())
+    wanted, given = vocabularies
+    for token in wanted.keys() & given.keys():
+        if wanted[token] != given[token]:
+            first = min((t for t in wanted if given.get(t, wanted[t]) != wanted[t]), key=wanted.get)
+            raise ConfigError(
+                f"{origin}: its tokenizer numbers {first!r} {given[first]}, the target's"
+                f" {wanted[first]}: they are not the same vocabulary"
+            )
 
 
 def _refuse_unknown(method: str, options: Mapping[str, Any]) -> None:

@@ -276,24 +276,30 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     safe = sorted(path.glob("*.safetensors"))
     bins = sorted(path.glob("pytorch_model*.bin"))
     if not safe and not bins:
         raise ConfigError(f"{path}: has neither *.safetensors nor pytorch_model.bin")
     tensors: dict[str, Tensor] = {}
     for file in safe or bins:
-        try:
-            part = load_file(file) if safe else torch.load(file, "cpu", weights_only=True)
-        except (SafetensorError, RuntimeError, EOFError, ValueError) as error:
-            raise ConfigError(f"{file}: cannot be read ({_first_line(error)})") from None
-        except Exception as error:  # torch raises pickle.UnpicklingError for anything but tensors
-            if type(error).__name__ != "UnpicklingError":
-                raise
+        tensors |= _read_file(file)
+    return tensors
+
+
+def _read_file(file: Path) -> dict[str, Tensor]:
+    """One file's tensors. A damaged pickle may raise anything at all; none of it is executed."""
+    from safetensors.torch import load_file
+
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        tensors = torch.load(file, "cpu", weights_only=True)
+    except Exception as error:
+        if type(error).__name__ == "UnpicklingError":
             raise ConfigError(f"{file}: refused, holds more than tensors") from None
-        tensors |= part
+        raise ConfigError(f"{file}: cannot be read ({_first_line(error)})") from None
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise ConfigError(f"{file}: refused, holds more than tensors")
     return tensors
 
 
