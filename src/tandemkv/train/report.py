@@ -1,0 +1,191 @@
+"""What a run tells: live progress, the curve (JSON and a picture), the model card.
+
+Law: every number written was measured in this run; what was not measured is not mentioned. This
+module computes no acceptance and trains nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandemkv.train.evaluate import Acceptance
+from tandemkv.train.options import TrainOptions, write_atomically
+from tandemkv.train.trainer import Point
+
+
+class Progress:
+    """Live progress on a terminal (rich), plain lines at most every few seconds elsewhere."""
+
+    def __init__(self, quiet: bool, every_s: float = 10.0) -> None:
+        self._quiet, self._every_s, self._last = quiet, every_s, 0.0
+        self._live: Any = None
+        self._task: Any = None
+        self._first: tuple[float, float] | None = None
+
+    def note(self, text: str) -> None:
+        """One line that is always worth showing."""
+        if self._quiet:
+            return
+        if self._live:
+            self._live.console.print(text)
+        else:
+            print(text, flush=True)
+
+    def generated(self, pool: str, tokens: int, seconds: float) -> None:
+        """A batch of rows was generated."""
+        speed = tokens / max(seconds, 1e-9) / 1e3
+        self.note(f"generated {pool}: {tokens / 1e6:.2f} M tokens, {speed:.1f} k tok/s")
+
+    def trained(self, point: Point, progress: float) -> None:
+        """A point of the curve."""
+        if self._quiet:
+            return
+        now = time.monotonic()
+        self._first = self._first or (now, progress)
+        share = progress - self._first[1]
+        eta = (now - self._first[0]) / share * (1 - progress) if share > 0 else 0.0
+        speed = point.tokens / max(point.seconds, 1e-9) / 1e3
+        text = (
+            f"step {point.step}  {point.tokens / 1e6:.1f} M tok  ce {point.ce:.3f}"
+            f"  l1 {point.l1:.3f}  tau {point.tau:.3f}  {speed:.0f} k tok/s  eta {eta:.0f} s"
+        )
+        if sys.stdout.isatty():
+            self._show(text, progress)
+        elif now - self._last >= self._every_s or progress >= 1:
+            self._last = now
+            print(text, flush=True)
+
+    def _show(self, text: str, progress: float) -> None:
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bars
+
+        if self._live is None:
+            self._live = Bars(
+                BarColumn(20), TextColumn("{task.percentage:3.0f}%  {task.description}")
+            )
+            self._live.start()
+            self._task = self._live.add_task(text, total=1.0)
+        self._live.update(self._task, completed=progress, description=text)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+
+def write_curve(directory: Path, curve: Sequence[Point]) -> None:
+    """curve.json, and its picture: curve.png where matplotlib is there, else curve.svg."""
+    records = [msgspec.to_builtins(point) for point in curve]
+    rounded = [
+        {k: round(v, 5) if isinstance(v, float) else v for k, v in record.items()}
+        for record in records
+    ]
+    write_atomically(directory / "curve.json", json.dumps(rounded))
+    trained = [point for point in curve if not point.held_out]
+    if not trained:
+        return
+    try:
+        import matplotlib
+    except ImportError:
+        write_atomically(directory / "curve.svg", curve_svg(trained))
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, left = pyplot.subplots(figsize=(7, 3.5), dpi=100)
+    x = [point.tokens / 1e6 for point in trained]
+    left.plot(x, [point.ce for point in trained], lw=0.8, color="#1f77b4")
+    left.set_xlabel("million tokens")
+    left.set_ylabel("cross entropy", color="#1f77b4")
+    low = min(point.ce for point in trained)
+    left.set_ylim(low * 0.9, low * 3)
+    right = left.twinx()
+    right.plot(x, [point.tau for point in trained], lw=0.8, color="#d62728")
+    right.set_ylabel("tau (expected tokens per step)", color="#d62728")
+    figure.tight_layout()
+    figure.savefig(directory / "curve.png")
+    pyplot.close(figure)
+
+
+def curve_svg(curve: Sequence[Point], width: int = 640, height: int = 320) -> str:
+    """The curve as a small SVG: cross entropy (blue) and tau (red) over tokens."""
+    last = max(point.tokens for point in curve) or 1
+
+    def line(values: Sequence[float], colour: str) -> str:
+        low, high = min(values), max(values)
+        span = (high - low) or 1.0
+        wide, tall = (width - 60) / last, (height - 50) / span
+        at = " ".join(
+            f"{40 + wide * p.tokens:.1f},{height - 30 - tall * (v - low):.1f}"
+            for p, v in zip(curve, values, strict=True)
+        )
+        return f'<polyline fill="none" stroke="{colour}" points="{at}"/>'
+
+    body = line([p.ce for p in curve], "#1f77b4") + line([p.tau for p in curve], "#d62728")
+    label = f"cross entropy (blue), tau (red) over {last / 1e6:.1f} M tokens"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">{body}'
+        f'<text x="40" y="{height - 8}" font-size="12">{label}</text></svg>\n'
+    )
+
+
+def acceptance_table(results: Sequence[Acceptance]) -> str:
+    """Acceptance results as a Markdown table."""
+    lines = [
+        "| set | variant | K | prompts | loops cut | steps | AL | 95 % | AL, steps 1-16"
+        " | by position |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in results:
+        positions = " ".join(f"{x:.3f}" for x in r.by_position)
+        lines.append(
+            f"| {r.set} | {r.variant} | {r.num_drafts} | {r.prompts} | {r.looped} | {r.steps}"
+            f" | {r.al:.2f} | {r.low:.2f}-{r.high:.2f} | {r.early:.2f} | {positions} |"
+        )
+    return "\n".join(lines)
+
+
+def model_card(
+    options: TrainOptions,
+    sizes: Mapping[str, Any],
+    curve: Sequence[Point],
+    results: Sequence[Acceptance],
+) -> str:
+    """A model card skeleton from what the run recorded."""
+    last = next((p for p in reversed(curve) if not p.held_out), None)
+    held = next((p for p in reversed(curve) if p.held_out), None)
+    lines = [
+        "# EAGLE-3 drafter",
+        "",
+        f"Target: {sizes.get('target')}. Trained by `tandemkv train eagle3` on the target's own"
+        " answers (self-distillation); embedding and head are the target's, frozen, not included.",
+        "",
+        "## Training",
+        "",
+        *(f"- {name}: {value}" for name, value in sizes.items()),
+    ]
+    if last:
+        lines.append(
+            f"- {last.step} steps, {last.tokens / 1e6:.1f} M tokens, {last.seconds:.0f} s;"
+            f" last batch: cross entropy {last.ce:.3f}, L1 {last.l1:.3f}, tau {last.tau:.3f}"
+        )
+    if held:
+        lines.append(
+            f"- held-out rows: cross entropy {held.ce:.3f}, L1 {held.l1:.3f}, tau {held.tau:.3f}"
+        )
+    shown = {
+        k: v for k, v in msgspec.to_builtins(options).items()
+        if k in ("batch_tokens", "lr", "optimizer", "unroll", "unroll_decay", "head_rows",
+                 "head_random", "context_dropout", "init", "seed", "warmup", "final_lr")
+    }  # fmt: skip
+    lines += ["- options: " + ", ".join(f"{k} {v}" for k, v in shown.items()), ""]
+    lines += ["## Acceptance, greedy, held-out prompts", "", acceptance_table(results), ""]
+    return "\n".join(lines)

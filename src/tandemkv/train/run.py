@@ -1,0 +1,219 @@
+"""`train_eagle3`: generate, train, evaluate, write; each stage goes on where it was stopped.
+
+Law: the run directory is the state: options.json, data/, checkpoint.pt, and at the end weights/
+with the drafter, its card and its curve. Ctrl-C at any time loses at most the batch in hand. This
+module only puts the stages in order.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tandemkv.train import data, evaluate, prompts, report, weights
+from tandemkv.train.eagle3 import Eagle3Trainee, Shape
+from tandemkv.train.options import (
+    CPU_POOLS,
+    GPU_POOLS,
+    PoolOptions,
+    TrainOptions,
+    claim_directory,
+    write_atomically,
+)
+from tandemkv.train.selfplay import SelfPlay
+from tandemkv.train.teacher import Teacher, choose_device, load_teacher
+from tandemkv.train.trainer import Trainer
+
+
+class TrainResult(msgspec.Struct, frozen=True):
+    """finished: False when the run paused; weights: where the drafter lies once it is finished."""
+
+    finished: bool
+    steps: int
+    tokens: int
+    weights: Path | None
+    acceptance: list[evaluate.Acceptance]
+
+
+def train_eagle3(options: TrainOptions) -> TrainResult:
+    """Train an EAGLE-3 drafter for a target by self-distillation.
+
+    Returns when the budget is used (weights, card, curve and acceptance are written) or when it was
+    paused (call again with resume). Raises ConfigError for options that cannot work.
+    """
+    options.validate()
+    claim_directory(options)
+    progress = report.Progress(options.quiet)
+    try:
+        return _train(options, progress)
+    except KeyboardInterrupt:
+        progress.note(f"stopped; go on with --out {options.out} --resume")
+        raise
+    finally:
+        progress.close()
+
+
+def _train(options: TrainOptions, progress: report.Progress) -> TrainResult:
+    out = Path(options.out)
+    teacher = load_teacher(options.target, choose_device(options.device))
+    chat = prompts.ChatFormat(teacher.tokenizer, teacher.eos_token_ids)
+    scripts = chat.scripts()
+    pools_asked = options.pools or (GPU_POOLS if teacher.device.type == "cuda" else CPU_POOLS)
+    _generate(options, pools_asked, teacher, chat, scripts, progress)
+    pools = data.load_pools(options.data_dir, options.held_out, teacher.device)
+    ranking = data.token_ranking(pools, teacher.vocab_size)
+    trainer = _trainer(options, teacher, pools, ranking, out)
+    finished = trainer.fit(progress.trained, out / "checkpoint.pt")
+    if not finished:
+        report.write_curve(out, trainer.curve)
+        progress.note(
+            f"paused at step {trainer.step} ({100 * trainer.progress:.0f} %);"
+            f" go on with --out {out} --resume"
+        )
+        return TrainResult(False, trainer.step, trainer.tokens, None, [])
+    return _finish(options, trainer, chat, scripts, ranking, progress)
+
+
+def _generate(
+    options: TrainOptions,
+    pools: tuple[PoolOptions, ...],
+    teacher: Teacher,
+    chat: prompts.ChatFormat,
+    scripts: prompts.TurnScripts,
+    progress: report.Progress,
+) -> None:
+    """Make the training rows, unless an earlier call finished them."""
+    finished = options.data_dir / "finished"
+    if finished.exists():
+        return
+    given = prompts.training_prompts(
+        options.prompts, options.texts, chat, copies=3000, seed=options.seed
+    )
+    longest = max(pool.length for pool in pools)
+    if longest > teacher.max_length:
+        pools = tuple(p for p in pools if p.length <= teacher.max_length)
+        progress.note(f"target reads {teacher.max_length} tokens: longer rows are left out")
+    budget = options.data_tokens or (None if options.data_seconds else _default_tokens(teacher))
+    data.generate(
+        pools,
+        given,
+        options.data_dir,
+        lambda pool: SelfPlay(teacher, scripts, pool.rows, pool.length),
+        tokens=budget,
+        seconds=options.data_seconds,
+        seed=options.seed,
+        report=progress.generated,
+    )
+    finished.touch()
+    if teacher.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _default_tokens(teacher: Teacher) -> int:
+    return 25_000_000 if teacher.device.type == "cuda" else 20_000
+
+
+def _trainer(
+    options: TrainOptions, teacher: Teacher, pools: dict[str, data.Pool], ranking: Tensor, out: Path
+) -> Trainer:
+    torch.manual_seed(options.seed)
+    trainee = Eagle3Trainee(Shape.of(teacher), teacher.embedding)
+    trainee.start_from(teacher, copy_layer=options.init == "target")
+    trainer = Trainer(options, teacher, trainee.to(teacher.device), pools, ranking)
+    if (out / "checkpoint.pt").exists():
+        trainer.restore(out / "checkpoint.pt")
+    return trainer
+
+
+def evaluation_sets(
+    options: TrainOptions, chat: prompts.ChatFormat, pools: dict[str, data.Pool]
+) -> dict[str, list[prompts.Prompt]]:
+    """The asked-for sets by file name, and `held_out`: first turns of rows never trained on."""
+    sets = {Path(path).stem: prompts.read_prompts(path, chat) for path in options.evaluate}
+    held: list[prompts.Prompt] = []
+    for pool in pools.values():
+        tokens, mask = pool.held_out
+        for row, said in zip(tokens, mask, strict=True):
+            at = torch.nonzero(said).flatten()
+            if len(at) and int(at[0]) > 1:
+                held.append(prompts.Prompt(tokens=row[: int(at[0])].tolist()))
+    if held:
+        sets["held_out"] = held
+    return {name: found[: options.evaluate_limit] for name, found in sets.items()}
+
+
+def variants(options: TrainOptions, vocab_size: int) -> list[evaluate.Variant]:
+    """What a finished run is judged on: whole, without prompt rows, and reduced heads."""
+    k = options.num_draft_tokens
+    found = [
+        evaluate.Variant(name="full", num_drafts=k),
+        evaluate.Variant(name="no prompt rows", num_drafts=k, keep=0),
+    ]
+    for rows in (32768, 16384, 8192):
+        if rows < vocab_size:
+            name = f"head {rows}"
+            found.append(evaluate.Variant(name=name, num_drafts=k, head_rows=rows))
+    return found
+
+
+def _finish(
+    options: TrainOptions,
+    trainer: Trainer,
+    chat: prompts.ChatFormat,
+    scripts: prompts.TurnScripts,
+    ranking: Tensor,
+    progress: report.Progress,
+) -> TrainResult:
+    """Held-out loss, weights, acceptance, card; weights first, so that they are safe."""
+    teacher, target = trainer.teacher, Path(options.out) / "weights"
+    held = trainer.held_out()
+    curve = [*trainer.curve, held] if held else trainer.curve
+    rows = min(options.draft_vocab_rows, teacher.vocab_size)
+    weights.export(target, trainer.trainee, teacher, ranking, rows)
+    report.write_curve(target, curve)
+    results = judge(options, trainer.trainee, teacher, chat, scripts, trainer.pools, ranking)
+    write_atomically(target / "acceptance.json", msgspec.json.encode(results))
+    sizes = data_sizes(options) | {"target": options.target or "the embedded default"}
+    write_atomically(target / "MODEL_CARD.md", report.model_card(options, sizes, curve, results))
+    progress.note(report.acceptance_table(results))
+    progress.note(f"weights in {target}")
+    return TrainResult(True, trainer.step, trainer.tokens, target, results)
+
+
+def judge(
+    options: TrainOptions,
+    trainee: Eagle3Trainee,
+    teacher: Teacher,
+    chat: prompts.ChatFormat,
+    scripts: prompts.TurnScripts,
+    pools: dict[str, data.Pool],
+    ranking: Tensor,
+) -> list[evaluate.Acceptance]:
+    """Acceptance on every evaluation set."""
+    sets = evaluation_sets(options, chat, pools)
+    answers = evaluate.answer_prompts(teacher, scripts, sets, options.max_new_tokens)
+    return evaluate.evaluate(
+        teacher, trainee, answers, variants(options, teacher.vocab_size), ranking
+    )
+
+
+def data_sizes(options: TrainOptions) -> dict[str, Any]:
+    """Rows, tokens and seconds of the generated data, by pool."""
+    totals: dict[str, dict[str, float]] = {}
+    for file in sorted(options.data_dir.glob("*-[0-9][0-9][0-9][0-9].json")):
+        record = json.loads(file.read_text())
+        total = totals.setdefault(file.stem.rpartition("-")[0], {})
+        for name in ("rows", "answer_tokens", "loss_tokens", "seconds"):
+            total[name] = total.get(name, 0) + record[name]
+        total["length"] = record["length"]
+    return {
+        f"pool {name}": f"{int(t['rows'])} rows of {int(t['length'])} tokens,"
+        f" {int(t['answer_tokens'])} answer tokens, {int(t['loss_tokens'])} with loss,"
+        f" {t['seconds']:.0f} s"
+        for name, t in totals.items()
+    }

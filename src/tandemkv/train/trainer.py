@@ -1,0 +1,272 @@
+"""The training loop: batches, optimizer, schedule, checkpoints; it stops and goes on anywhere.
+
+Law: with a budget of steps or tokens, a run that was stopped and resumed ends with the very
+parameters of one that was not (same device and build). Whatever is drawn at a step is a function of
+(seed, step) or lies in the checkpoint. A checkpoint is written whole or not at all. This module
+generates no data and writes no report.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tandemkv.train.data import BatchOrder, Pool
+from tandemkv.train.eagle3 import Eagle3Trainee
+from tandemkv.train.loss import LossReport, Rows, countable_rows, expected_length, unrolled_loss
+from tandemkv.train.options import TrainOptions
+from tandemkv.train.teacher import Teacher
+
+LOG_EVERY = 20
+EARLY_MIX, LATE_MIX, MIX_TURN = (0.8, 0.2), (0.3, 0.7), 0.3
+"""Shares of (CE, L1): cross entropy leads until MIX_TURN of the budget, total variation after."""
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One point of the training curve. tau: 1 + expected accepted drafts, teacher forced."""
+
+    step: int
+    tokens: int
+    seconds: float
+    ce: float
+    l1: float
+    tau: float
+    grad_norm: float
+    lr: float
+    held_out: bool = False
+
+
+class StopSignal:
+    """Ctrl-C asks for a stop after the step in hand; a second one interrupts at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, *_: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+class Trainer:
+    """One run: its parameters, its place in the data, its curve. `fit` trains, `save` keeps."""
+
+    def __init__(
+        self,
+        options: TrainOptions,
+        teacher: Teacher,
+        trainee: Eagle3Trainee,
+        pools: dict[str, Pool],
+        ranking: Tensor,
+    ) -> None:
+        self.options, self.teacher, self.trainee, self.pools = options, teacher, trainee, pools
+        self.ranking = ranking.to(teacher.device)
+        self.order = BatchOrder(pools, options.batch_tokens, options.seed)
+        self.optimizers = _optimizers(trainee, options)
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.curve: list[Point] = []
+        self._parameters = list(trainee.parameters())
+
+    @property
+    def progress(self) -> float:
+        """Share of the training budget that is used, 0 to 1."""
+        o = self.options
+        if o.steps is not None:
+            return self.step / o.steps
+        if o.tokens is not None:
+            return self.tokens / o.tokens
+        return self.seconds / (o.seconds or 1.0)
+
+    @property
+    def done(self) -> bool:
+        """Whether the budget is used up."""
+        return self.progress >= 1.0
+
+    def fit(self, report: Callable[[Point, float], None], checkpoint: Path) -> bool:
+        """Train until the budget is used (True) or a pause is due or asked for (False).
+
+        Saves at every checkpoint interval and on the way out. report(point, progress).
+        """
+        start = saved = time.monotonic()
+        before = self.seconds
+        with StopSignal() as stop:
+            while not self.done and not stop.asked and not self._pause_due(start):
+                point = self._one_step()
+                self.seconds = before + time.monotonic() - start
+                if point:
+                    self.curve.append(point)
+                    report(point, self.progress)
+                if time.monotonic() - saved > self.options.checkpoint_s:
+                    self.save(checkpoint)
+                    saved = time.monotonic()
+        self.save(checkpoint)
+        return self.done
+
+    def _pause_due(self, start: float) -> bool:
+        limit = self.options.pause_after
+        return limit is not None and time.monotonic() - start >= limit
+
+    def _one_step(self) -> Point | None:
+        o, share = self.options, min(1.0, self.progress)
+        lr = self._set_lr(share)
+        tokens, mask = self.order.next()
+        generator = torch.Generator().manual_seed(o.seed * 1_000_003 + self.step)
+        first_row = self._dropped_context(len(tokens), tokens.shape[1], generator)
+        rows = countable_rows(mask, o.unroll, first_row)
+        loss, report = self.loss(
+            tokens,
+            rows,
+            self._head(generator),
+            first_row,
+            EARLY_MIX if share < MIX_TURN else LATE_MIX,
+        )
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.step += 1
+        self.tokens += tokens.numel()
+        if self.step % LOG_EVERY != 1 and LOG_EVERY > 1:
+            return None
+        return self._point(report, rows, float(norm), lr)
+
+    def loss(
+        self,
+        tokens: Tensor,
+        rows: Rows,
+        head: Tensor,
+        first_row: Tensor | None,
+        mix: tuple[float, float],
+    ) -> tuple[Tensor, LossReport]:
+        """The unrolled loss of one batch, teacher pass included."""
+        captures, hidden = self.teacher.dense(tokens, self.trainee.shape.taps)
+        outputs = self.trainee.unroll(captures, tokens, self.options.unroll, first_row=first_row)
+        return unrolled_loss(outputs, hidden, head, rows, self.options.unroll_decay, mix)
+
+    @torch.no_grad()
+    def held_out(self, batch_tokens: int = 16384) -> Point | None:
+        """Loss and tau over the held-out rows, whole vocabulary, whole contexts; None without."""
+        parts: list[tuple[float, float, float, int]] = []
+        for pool in self.pools.values():
+            tokens, mask = pool.held_out
+            size = max(1, batch_tokens // max(1, pool.length))
+            for i in range(0, len(tokens), size):
+                rows = countable_rows(mask[i : i + size], self.options.unroll)
+                if not len(rows.label):
+                    continue
+                batch = tokens[i : i + size].long()
+                _, report = self.loss(batch, rows, self.teacher.head, None, LATE_MIX)
+                tau = expected_length(report, rows)
+                parts.append((float(report.ce), float(report.l1), tau, len(rows.label)))
+        if not parts:
+            return None
+        weight = sum(p[3] for p in parts)
+        ce, l1, tau = (sum(p[i] * p[3] for p in parts) / weight for i in range(3))
+        return Point(self.step, self.tokens, self.seconds, ce, l1, tau, 0.0, 0.0, True)
+
+    def _point(self, report: LossReport, rows: Rows, norm: float, lr: float) -> Point:
+        tau = expected_length(report, rows)
+        return Point(
+            self.step, self.tokens, self.seconds, float(report.ce), float(report.l1), tau, norm, lr
+        )
+
+    def _set_lr(self, share: float) -> float:
+        lr = self.options.lr * schedule(share, self.options.warmup, self.options.final_lr)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        return lr
+
+    def _dropped_context(self, rows: int, length: int, generator: torch.Generator) -> Tensor | None:
+        """First visible context row [B] of each row; 0 where nothing is dropped."""
+        if not self.options.context_dropout:
+            return None
+        drawn = torch.rand(2, rows, generator=generator)
+        first = (drawn[1] * 0.9 * length).long()
+        first = torch.where(drawn[0] < self.options.context_dropout, first, 0)
+        return first.to(self.teacher.device)
+
+    def _head(self, generator: torch.Generator) -> Tensor:
+        """Rows of the target's head that this step's softmax runs over [v, d]."""
+        total, rare = self.options.head_rows, self.options.head_random
+        head = self.teacher.head
+        if not total or total >= len(head):
+            return head
+        common = total - rare
+        drawn = torch.randperm(len(head) - common, generator=generator)[:rare]
+        picked = torch.cat([torch.arange(common), common + drawn]).to(head.device)
+        return head[self.ranking[picked]]
+
+    def save(self, path: Path) -> None:
+        """Write the checkpoint, atomically."""
+        state = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "model": self.trainee.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "order": self.order.state(),
+            "curve": [list(msgspec.structs.astuple(point)) for point in self.curve],
+        }
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        torch.save(state, temporary)
+        os.replace(temporary, path)
+
+    def restore(self, path: Path) -> None:
+        """Go on from a checkpoint."""
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.trainee.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.order.restore(state["order"])
+        self.curve = [Point(*values) for values in state["curve"]]
+
+
+def schedule(share: float, warmup: float, final: float) -> float:
+    """Factor on the learning rate at a share of the budget: linear warm-up, cosine to `final`."""
+    if share < warmup:
+        return max(share / warmup, 0.02)
+    along = (share - warmup) / max(1e-9, 1 - warmup)
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, along)))
+
+
+def _optimizers(trainee: Eagle3Trainee, options: TrainOptions) -> Sequence[torch.optim.Optimizer]:
+    """AdamW for all, or Muon for the matrices and AdamW for the norms."""
+    matrices = [p for p in trainee.parameters() if p.dim() == 2 and min(p.shape) > 8]
+    fused = matrices[0].is_cuda
+    if options.optimizer == "adamw":
+        return [_adamw(list(trainee.parameters()), options.lr, fused)]
+    others = [p for p in trainee.parameters() if all(p is not m for m in matrices)]
+    muon = torch.optim.Muon(
+        matrices, lr=options.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+    )
+    return [muon, _adamw(others, options.lr, fused)]
+
+
+def _adamw(parameters: list[Any], lr: float, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=fused or None
+    )
