@@ -2,8 +2,9 @@
 
 Law: the scheduler, the cache and their bookkeeping are the real ones; the model step is replaced by
 a function that makes tokens up at a fixed acceptance. Times are medians over steps of a batch that
-only decodes; the model step to compare with is given or measured elsewhere (`--model-step-ms`).
-This script does not measure the model.
+only decodes, in CPU time of the thread, so that a busy machine does not count (wall time beside
+it); the model step to compare with is measured elsewhere and given (`--model-step-ms`). This
+script does not measure the model.
 
     python benchmarks/scheduler_step.py --json FILE
 """
@@ -93,23 +94,29 @@ def measure(num_running: int, prompt: int, steps: int, k: int) -> dict[str, floa
     while any(not r.decoding for r in scheduler.running) or scheduler.waiting:
         plan = scheduler.plan()
         scheduler.apply(plan, model.run(plan))
-    times: list[tuple[float, float]] = []
+    clock, wall = time.thread_time, time.perf_counter
+    plans: list[float] = []
+    applies: list[float] = []
+    walls: list[float] = []
     for _ in range(steps):
-        start = time.perf_counter()
+        begin, start = wall(), clock()
         plan = scheduler.plan()
-        planned = time.perf_counter()
+        plans.append(clock() - start)
+        spent = wall() - begin
         result = model.run(plan)
-        ran = time.perf_counter()
+        begin, start = wall(), clock()
         scheduler.apply(plan, result)
-        times.append((planned - start, time.perf_counter() - ran))
+        applies.append(clock() - start)
+        walls.append(spent + wall() - begin)
         if len(plan.segments) != num_running:
             raise SystemExit(f"only {len(plan.segments)} of {num_running} requests were in a step")
-    total = sorted(p + a for p, a in times)
+    total = sorted(p + a for p, a in zip(plans, applies, strict=True))
     return {
-        "plan_ms": 1e3 * statistics.median(p for p, _ in times),
-        "apply_ms": 1e3 * statistics.median(a for _, a in times),
+        "plan_ms": 1e3 * statistics.median(plans),
+        "apply_ms": 1e3 * statistics.median(applies),
         "step_ms": 1e3 * statistics.median(total),
         "step_p99_ms": 1e3 * total[int(0.99 * (len(total) - 1))],
+        "step_wall_ms": 1e3 * statistics.median(walls),
     }
 
 
