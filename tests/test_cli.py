@@ -1,8 +1,12 @@
 """The command line: options from the line and the file, one line per error, cheap help."""
 
+import io
 import json
+import re
+import signal
 import subprocess
 import sys
+import urllib.request
 
 import msgspec
 import pytest
@@ -234,3 +238,100 @@ def test_the_commands_of_this_release_are_these():
     names = {command.name for command in app.registered_commands}
     names |= {group.name for group in app.registered_groups}
     assert names == {"serve", "generate", "chat", "acceptance", "explain", "convert", "train"}
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_model, tmp_path_factory):
+    """Options that name a tiny model."""
+    cache = tmp_path_factory.mktemp("cli")
+    return [
+        *("--model", str(tiny_model("llama"))),
+        *("--cache-dir", str(cache), "--kv-cache-tokens", "4096", "--threads", "1"),
+    ]
+
+
+def test_acceptance_reports_and_writes_its_rows(tiny, tmp_path, capsys):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"turns": ["abcabcabc", "again"]}\n{"turns": ["xyz xyz", "again"]}\n')
+    found = tmp_path / "rows.json"
+    lab = ["--drafter", "ngram", "--prompts", str(prompts), "--max-tokens", "16"]
+    assert run(["acceptance", *tiny, *lab, "--json", str(found)]) == 0
+    out = capsys.readouterr().out
+    assert "second turn" in out
+    assert "Parity held on 3 paths" in out
+    content = json.loads(found.read_text())
+    assert [row["path"] for row in content["rows"]] == ["cold", "warm", "second_turn", "resumed"]
+    assert all(row["output_equal"] for row in content["rows"])
+    assert content["provenance"]["options"]["prompts"] == str(prompts)
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tiny, capsys):
+    lab = ["--drafter", "ngram", "--limit", "1", "--max-tokens", "4", "--paths", "cold"]
+    assert run(["acceptance", *tiny, *lab, "--json", "/nowhere/rows.json"]) == 2
+    assert "--json /nowhere/rows.json" in capsys.readouterr().err
+
+
+def test_a_missing_second_turn_is_named_before_any_path_runs(tiny, tmp_path, capsys):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "abc"}\n')
+    lab = ["--drafter", "ngram", "--prompts", str(prompts), "--max-tokens", "4"]
+    assert run(["acceptance", *tiny, *lab, "--paths", "cold,second_turn"]) == 2
+    assert "no second turns in" in one_line(capsys)
+    assert run(["acceptance", *tiny, *lab]) == 0
+
+
+def test_a_prompt_too_long_is_named(tiny, tmp_path, capsys):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(json.dumps({"id": "long one", "prompt": "a" * 9000}) + "\n")
+    lab = ["--drafter", "ngram", "--prompts", str(prompts), "--paths", "cold"]
+    assert run(["acceptance", *tiny, *lab]) == 2
+    assert "prompt long one: " in capsys.readouterr().err
+
+
+def test_generate_prints_text_to_stdout_and_figures_to_stderr(tiny, capsys):
+    assert run(["generate", "abcabc", *tiny, "--drafter", "ngram", "--max-tokens", "12"]) == 0
+    out, err = capsys.readouterr()
+    assert out.endswith("\n")
+    assert "12 tokens" in err
+    assert "tokens/s" in err
+
+
+def test_a_raw_prompt_is_read_from_stdin(tiny, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc"))
+    assert run(["generate", "-", "--raw", *tiny, "--max-tokens", "2"]) == 0
+    assert "[3 prompt tokens" in capsys.readouterr().err
+
+
+def test_chat_keeps_its_prefix_and_ends_with_the_input(tiny, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello there\nand more\n"))
+    assert run(["chat", *tiny, "--max-tokens", "6", "--system", "be kind"]) == 0
+    first, second = capsys.readouterr().err.strip().splitlines()
+    assert ", 0 cached;" in first
+    assert ", 0 cached;" not in second
+
+
+def test_explain_gives_reasons_and_origins(tiny, capsys):
+    argv = ["explain", *tiny, "--drafter", "ngram", "--prompt", "abcabc", "--then", "abcabc"]
+    assert run(argv) == 0
+    out = capsys.readouterr().out
+    assert "max_running = 32  (default on cpu)" in out
+    assert "dtype = float32  (exact on CPU)" in out
+    assert "computed" in out
+    assert "reused" in out or "copied" in out
+
+
+def test_convert_prints_where_a_model_lies(tiny, capsys):
+    assert run(["convert", tiny[1]]) == 0
+    assert capsys.readouterr().out.strip() == tiny[1]
+
+
+def test_serve_answers_and_ends_on_a_signal(tiny):
+    command = [sys.executable, "-m", "tandemkv", "serve", *tiny, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            url = re.search(r"http://\S+", server.stdout.readline()).group()
+            with urllib.request.urlopen(f"{url}/models") as answer:
+                assert json.load(answer)["data"]
+        finally:
+            server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0

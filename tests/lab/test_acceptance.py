@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 from engines import drafter_of, tiny_engine, used_pages
 
@@ -34,9 +35,9 @@ def make_engine(config):
     return engine
 
 
-@pytest.fixture
-def prompts_file(tmp_path):
-    path = tmp_path / "prompts.jsonl"
+@pytest.fixture(scope="module")
+def prompts_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lab") / "prompts.jsonl"
     texts = ("What is a page?", "Tell me of blocks, and of slots.", "Copy: abcabcabcabcabcabc")
     path.write_text("".join(json.dumps({"turns": [t, "and then?"]}) + "\n" for t in texts))
     return str(path)
@@ -53,10 +54,28 @@ def experiment(prompts_file, drafter, **options):
     return Experiment(asked, make_engine=make_engine)
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "draft_model", "ngram"])
-def test_parity_holds_on_every_path(prompts_file, drafter):
-    lab = experiment(prompts_file, drafter)
-    found = {row.path: row for row in lab.run()}
+@pytest.fixture(scope="module", params=["eagle3", "draft_model", "ngram"])
+def healthy(request, prompts_file):
+    """A finished experiment on every path."""
+    lab = experiment(prompts_file, request.param)
+    lab.run()
+    return lab
+
+
+@pytest.fixture(scope="module")
+def withheld(prompts_file):
+    """The same with the draft rows of reused blocks withheld."""
+    lab = experiment(prompts_file, "draft_model", faults=("withhold_draft_rows",))
+    lab.run()
+    return lab
+
+
+def by_path(lab):
+    return {row.path: row for row in lab.rows}
+
+
+def test_parity_holds_on_every_path(healthy):
+    found = by_path(healthy)
     assert list(found) == list(acceptance.PATHS)
     for row in found.values():
         assert row.prompts == 3
@@ -65,32 +84,33 @@ def test_parity_holds_on_every_path(prompts_file, drafter):
         assert row.draft_agreement == 1.0
         assert row.al_ratio_to_cold == 1.0
         assert row.draft_gap_tokens == 0
-    assert report.verdict(lab.rows, judged=lab.judged)[0]
+    assert report.verdict(healthy.rows, judged=healthy.judged)[0]
     assert found["cold"].cached_tokens == 0
     assert found["warm"].cached_tokens > 0
     assert found["second_turn"].cached_tokens > found["warm"].cached_tokens
     assert found["resumed"].suspensions >= 6
 
 
-def test_a_hit_recomputes_the_lookahead_and_no_block(prompts_file):
-    found = {row.path: row for row in experiment(prompts_file, "eagle3").run()}
+def test_a_hit_recomputes_the_lookahead_and_no_block(healthy):
+    found = by_path(healthy)
+    lookahead = int(found["cold"].drafter == "eagle3")
     assert found["cold"].recomputed_target_tokens == 0
-    assert found["warm"].recomputed_target_tokens == 3
-    assert found["second_turn"].recomputed_target_tokens == 3
+    assert found["warm"].recomputed_target_tokens == 3 * lookahead
+    assert found["second_turn"].recomputed_target_tokens == 3 * lookahead
     resumed = found["resumed"]
-    assert resumed.recomputed_target_tokens == resumed.suspensions
+    assert resumed.recomputed_target_tokens == resumed.suspensions * lookahead
 
 
-def test_draft_rows_are_compared_and_equal(prompts_file):
-    found = {row.path: row for row in experiment(prompts_file, "eagle3").run()}
+def test_draft_rows_are_compared_and_equal(healthy):
+    found = by_path(healthy)
     assert found["cold"].draft_row_error is None
     for path in ("warm", "second_turn", "resumed"):
-        assert found[path].draft_row_error < 1e-5
+        error = found[path].draft_row_error
+        assert error is None if found[path].drafter == "ngram" else error < 1e-5
 
 
-def test_withheld_rows_are_seen_by_every_check_but_the_output(prompts_file):
-    lab = experiment(prompts_file, "draft_model", faults=("withhold_draft_rows",))
-    found = {row.path: row for row in lab.run()}
+def test_withheld_rows_are_seen_by_every_check_but_the_output(withheld):
+    found = by_path(withheld)
     warm = found["warm"]
     assert warm.fault == "withhold_draft_rows"
     assert warm.output_equal
@@ -100,13 +120,10 @@ def test_withheld_rows_are_seen_by_every_check_but_the_output(prompts_file):
     assert found["cold"].draft_agreement == 1.0
 
 
-def test_without_its_fault_the_same_row_would_break_parity(prompts_file):
-    lab = experiment(prompts_file, "draft_model", faults=("withhold_draft_rows",))
-    lab.run()
-    assert rows.failures(lab.rows) == []
-    for row in lab.rows:
-        row.fault = None
-    held, line = report.verdict(lab.rows)
+def test_without_its_fault_the_same_row_would_break_parity(withheld):
+    assert rows.failures(withheld.rows) == []
+    bare = [msgspec.structs.replace(row, fault=None) for row in withheld.rows]
+    held, line = report.verdict(bare)
     assert not held
     assert "path warm" in line
 
@@ -129,7 +146,7 @@ def test_only_the_paths_asked_for_are_reported(prompts_file):
 def test_what_was_finished_outlives_an_interruption(prompts_file):
     class Impatient(acceptance.Progress):
         def phase(self, name, tokens):
-            if "second" in name and "no drafter" not in name:
+            if "second" in name:
                 raise KeyboardInterrupt
 
     lab = experiment(prompts_file, "ngram", plain=False)
@@ -208,9 +225,14 @@ def test_the_tables_show_every_row(prompts_file):
     lab.run()
     out = report.console()
     with out.capture() as text:
-        out.print(report.acceptance_table(lab.rows))
-        out.print(report.cache_table(lab.rows))
-    assert text.get().count("ngram") == 4
+        for table in report.tables(lab.rows):
+            out.print(table)
+    lines = [line.split() for line in text.get().splitlines()]
+    assert [line[0] for line in lines if line and line[0] in acceptance.PATHS] == [
+        *("cold", "warm"),
+        *("cold", "warm"),
+    ]
+    assert "…" not in text.get()
 
 
 def test_the_self_drafter_is_really_the_target():

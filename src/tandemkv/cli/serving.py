@@ -32,6 +32,7 @@ DEFAULT_MAX_TOKENS = 256
 _SERVE = (
     Opt("host", str, "Address to listen on; default 127.0.0.1."),
     Opt("port", int, "Port; default 8000, 0 takes a free one."),
+    Opt("model_option", str, "The same as MODEL.", ("--model",)),
 )
 _GENERATE = (
     Opt("prompt", str, "The user's message; `-` reads it from stdin.", positional=True),
@@ -49,6 +50,10 @@ def register(app: typer.Typer) -> None:
 
 def serve(given: SimpleNamespace) -> None:
     """Serve the OpenAI API: chat, completions, metrics."""
+    if given.model_option is not None:
+        if given.model not in (None, given.model_option):
+            raise ConfigError("MODEL and --model name two models; give one")
+        given.model = given.model_option
     config = engine_config(given)
     port = 8000 if given.port is None else given.port
     if not 0 <= port < 65536:

@@ -37,13 +37,14 @@ DRAFTERS = ("eagle3", "draft_model", "ngram")
 class LabOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What to run. engine: its options; drafters: methods; cut_loops: the presets' protocol.
 
-    plain: also run without a drafter (output equality and speed). show_loss: add the row with the
-    draft rows of reused blocks withheld.
+    paths: None takes all, second turns where the prompts have any. plain: also run without a
+    drafter (output equality and speed). show_loss: add the row with the draft rows of reused blocks
+    withheld.
     """
 
     engine: EngineConfig
     drafters: tuple[str, ...]
-    paths: tuple[str, ...] = PATHS
+    paths: tuple[str, ...] | None = None
     prompts: str = "bundled"
     limit: int | None = None
     max_tokens: int = 64
@@ -77,8 +78,17 @@ class Experiment:
         self.rows: list[Row] = []
         self.resolved: dict[str, Any] = {}
         self._conversations = prompts.load(options.prompts, options.limit)
+        self._paths = self._possible(options.paths)
         self._plain: dict[str, Run] = {}
         self._turns: dict[str, list[Job]] = {}
+
+    def _possible(self, asked: tuple[str, ...] | None) -> tuple[str, ...]:
+        if any(conversation.follow_ups for conversation in self._conversations):
+            return asked or PATHS
+        if asked is not None and "second_turn" in asked:
+            name = self.options.prompts
+            raise ConfigError(f"--paths second_turn: no second turns in --prompts {name}")
+        return asked or tuple(path for path in PATHS if path != "second_turn")
 
     def run(self) -> list[Row]:
         """Every drafter on every path. KeyboardInterrupt passes through, `rows` stay."""
@@ -106,38 +116,43 @@ class Experiment:
         return all(values["dtype"] == "float32" for values in self.resolved.values())
 
     def _run_plain(self, engine: Engine) -> None:
+        """Plain decoding of the same prompts, with the hits that each path has."""
+        wanted = self._paths
         first = self._first_turns(engine)
-        self._plain["first"] = self._cold(engine, "plain", first)
-        if "second_turn" in self.options.paths:
-            second = self._second_turns(engine, self._plain["first"])
-            self._plain["second"] = self._cold(engine, "plain, second turn", second)
+        cold = self._cold(engine, "cold", first)
+        self._plain = {"cold": cold, "resumed": cold, "warm": cold, WITHHELD: cold}
+        if "warm" in wanted:
+            self._plain["warm"] = self._plain[WITHHELD] = self._phase(engine, "warm", first)
+        if "second_turn" in wanted:
+            second = self._second_turns(engine, cold)
+            self._plain["second_turn"] = self._phase(engine, "second turn", second)
 
     def _run_paths(self, engine: Engine, drafter: str) -> Run:
         """The paths asked for, in the order in which each finds what it needs in the cache."""
-        wanted = self.options.paths
+        wanted = self._paths
         choices = engine.resolved.choices
         self.resolved[drafter] = {name: choice.value for name, choice in choices.items()}
         first = self._first_turns(engine)
         before = counters(engine)
         cold = self._cold(engine, "cold", first)
         if "cold" in wanted:
-            self._report(engine, drafter, "cold", cold, cold, "first", before)
+            self._report(engine, drafter, "cold", cold, cold, before)
         if "warm" in wanted:
             before = counters(engine)
             warm = self._phase(engine, "warm", first)
-            self._report(engine, drafter, "warm", warm, cold, "first", before)
+            self._report(engine, drafter, "warm", warm, cold, before)
         if "second_turn" in wanted:
             second = self._second_turns(engine, cold)
             before = counters(engine)
             turn = self._phase(engine, "second turn", second)
             after = counters(engine)
             reference = self._cold(engine, "second turn, cold", second)
-            self._report(engine, drafter, "second_turn", turn, reference, "second", before, after)
+            self._report(engine, drafter, "second_turn", turn, reference, before, after)
         if "resumed" in wanted:
             engine.reset_cache()
             before = counters(engine)
             resumed = self._phase(engine, "resumed", first, suspend=True)
-            self._report(engine, drafter, "resumed", resumed, cold, "first", before)
+            self._report(engine, drafter, "resumed", resumed, cold, before)
         return cold
 
     def _run_withheld(self, engine: Engine, drafter: str, cold: Run) -> None:
@@ -147,7 +162,7 @@ class Experiment:
         self._phase(engine, "filling the cache", fill)
         before = counters(engine)
         withheld = self._phase(engine, "warm, rows withheld", first)
-        self._report(engine, drafter, WITHHELD, withheld, cold, "first", before)
+        self._report(engine, drafter, WITHHELD, withheld, cold, before)
 
     def _cold(self, engine: Engine, name: str, jobs: list[Job]) -> Run:
         engine.reset_cache()
@@ -176,9 +191,6 @@ class Experiment:
                 prompt = encode(conversation, trace.prompt, trace.output)
                 if prompt is not None:
                     jobs.append(Job(conversation.id, tuple(prompt), self.options.max_tokens))
-            if not jobs:
-                name = self.options.prompts
-                raise ConfigError(f"--paths second_turn: no second turns in --prompts {name}")
             self._turns["second"] = jobs
         return self._turns["second"]
 
@@ -189,7 +201,6 @@ class Experiment:
         path: str,
         done: Run,
         cold: Run,
-        turn: str,
         before: Counters,
         after: Counters | None = None,
     ) -> None:
@@ -199,7 +210,7 @@ class Experiment:
                 path,
                 done,
                 cold,
-                self._plain.get(turn),
+                self._plain.get(path),
                 (after or counters(engine)) - before,
                 cut_loops=self.options.cut_loops,
                 fault=", ".join(engine.config.faults) or None,

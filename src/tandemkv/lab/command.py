@@ -10,11 +10,10 @@ from tandemkv.lab.acceptance import Experiment, LabOptions
 from tandemkv.lab.provenance import write_json
 from tandemkv.lab.report import (
     BarProgress,
-    acceptance_table,
-    cache_table,
     console,
     document,
     sentences,
+    tables,
     verdict,
 )
 
@@ -50,9 +49,8 @@ def _write(experiment: Experiment, path: str, interrupted: bool) -> None:
 
 def _report(experiment: Experiment, interrupted: bool) -> int:
     out, rows = console(), experiment.rows
-    if rows:
-        out.print(acceptance_table(rows))
-        out.print(cache_table(rows))
+    for table in tables(rows):
+        out.print(table)
     for sentence in sentences(rows):
         out.print(sentence, highlight=False)
     judged = experiment.judged

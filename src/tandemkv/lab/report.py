@@ -21,13 +21,13 @@ from tandemkv.lab.provenance import SCHEMA, provenance
 from tandemkv.lab.rows import MIN_STEPS, Row, failures
 
 _NAMES = {"second_turn": "second turn", WITHHELD: "warm, rows withheld"}
-MIN_WIDTH = 112
+MIN_WIDTH = 118
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console as wide as the table needs, where the output is not a terminal."""
+    """A console at least as wide as the tables need, so that no figure is cut."""
     found = Console(stderr=stderr)
-    return found if found.is_terminal else Console(stderr=stderr, width=MIN_WIDTH)
+    return found if found.width >= MIN_WIDTH else Console(stderr=stderr, width=MIN_WIDTH)
 
 
 def path_name(path: str) -> str:
@@ -35,27 +35,21 @@ def path_name(path: str) -> str:
     return _NAMES.get(path, path)
 
 
-def acceptance_table(rows: Sequence[Row]) -> Table:
-    """How well each path drafts, and how fast it runs."""
-    table = Table(box=SIMPLE_HEAD, title="Acceptance by path", title_justify="left")
-    table.add_column("drafter")
-    table.add_column("path")
-    for name in (
-        "AL",
-        "95 %",
-        "of cold",
-        "same drafts",
-        "ties",
-        "steps",
-        "output",
-        "tok/s",
-        "plain",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """Two tables for each drafter: how well each path drafts, and where its rows came from."""
+    drafters = dict.fromkeys(row.drafter for row in rows)
+    of = {name: [row for row in rows if row.drafter == name] for name in drafters}
+    return [table(name, of[name]) for name in of for table in (_acceptance_table, _cache_table)]
+
+
+def _acceptance_table(drafter: str, rows: Sequence[Row]) -> Table:
+    table = _table(
+        f"{drafter}: acceptance by path",
+        *("AL", "95 %", "of cold", "same drafts", "ties", "steps", "output", "tok/s", "plain"),
+    )
     for row in rows:
         low, high = row.al_interval
         table.add_row(
-            row.drafter,
             path_name(row.path),
             f"{row.al:.2f}",
             f"{low:.2f}-{high:.2f}",
@@ -71,18 +65,13 @@ def acceptance_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def cache_table(rows: Sequence[Row]) -> Table:
-    """Where the drafter's rows came from, and which drafts were accepted."""
-    table = Table(box=SIMPLE_HEAD, title="Draft rows, and acceptance by position")
-    table.title_justify = "left"
-    table.add_column("drafter")
-    table.add_column("path")
-    for name in ("cached", "draft hit", "draft gap", "recomputed", "row error"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("accepted at 1, 2, ...")
+def _cache_table(drafter: str, rows: Sequence[Row]) -> Table:
+    table = _table(
+        f"{drafter}: draft rows in tokens, and the share of steps that accept draft 1, 2, ...",
+        *("cached", "draft hit", "draft gap", "recomputed", "row error", "accepted at"),
+    )
     for row in rows:
         table.add_row(
-            row.drafter,
             path_name(row.path),
             str(row.cached_tokens),
             str(row.draft_hit_tokens),
@@ -92,6 +81,14 @@ def cache_table(rows: Sequence[Row]) -> Table:
             " ".join(f"{share:.2f}" for share in row.acceptance_by_position) or "-",
             style="yellow" if row.fault else None,
         )
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
+    table.add_column("path", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
@@ -119,7 +116,10 @@ def sentences(rows: Sequence[Row]) -> list[str]:
             out.append(_loss(warm, row))
         elif path == "cold" and row.tokens_per_s_plain:
             ratio = row.tokens_per_s / row.tokens_per_s_plain
-            out.append(f"With {drafter} the cold run is {ratio:.2f} times as fast as without.")
+            out.append(
+                f"With {drafter} the cold run, all prompts at once, is {ratio:.2f} times as fast as"
+                " without a drafter."
+            )
         elif row.fault:
             out.append(
                 f"With the fault {row.fault}, {drafter} drafts at"
