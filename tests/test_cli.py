@@ -326,7 +326,8 @@ def test_convert_prints_where_a_model_lies(tiny, capsys):
 
 
 def test_serve_answers_and_ends_on_a_signal(tiny):
-    command = [sys.executable, "-m", "tandemkv", "serve", *tiny, "--port", "0"]
+    start = "from tandemkv.cli import main; main()"
+    command = [sys.executable, "-c", start, "serve", *tiny, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             url = re.search(r"http://\S+", server.stdout.readline()).group()

@@ -1,5 +1,0 @@
-"""`python -m tandemkv` is the command line."""
-
-from tandemkv.cli import main
-
-main()
