@@ -268,7 +268,7 @@ class Planner:
 
     def _warmth(self, request: Request, claim: Claim) -> str:
         lost = sum(stop - start for start, stop in (*request.todo, *request.draft_todo))
-        if lost <= self._limits.lookahead:
+        if lost <= self._limits.lookahead and not claim.plan.masked:
             return "warm"
         return "partial" if claim.plan.end else "cold"
 

@@ -32,7 +32,8 @@ class Scheduler:
     """Requests in, step plans out, results in, outputs out. Not thread-safe.
 
     First come first served within a priority (lower first); a waiting request that does not fit
-    blocks all behind it; after `patience` admissions past it, it goes before every priority.
+    blocks all behind it; after `patience` admissions past it, it goes before every priority. A
+    priority decides who starts next and who is suspended first; it suspends nobody by itself.
     """
 
     def __init__(
@@ -191,10 +192,11 @@ class Scheduler:
         if len(self._queues.running) > self.limits.max_running:
             raise InvariantError(f"{len(self._queues.running)} requests run at once")
         held_by_us = {r.seq.id for r in self._queues.running if r.seq is not None}
-        if held_by_us != set(self._manager.sequences):
+        known = {i for i, seq in self._manager.sequences.items() if not seq.dummy}
+        if held_by_us != known:
             raise InvariantError(
                 f"running requests hold sequences {sorted(held_by_us)}, the cache knows"
-                f" {sorted(self._manager.sequences)}"
+                f" {sorted(known)}"
             )
         self._manager.check()
 

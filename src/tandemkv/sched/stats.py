@@ -19,7 +19,7 @@ class SchedulerStats:
 
     num_steps, num_rows: steps with work and their target rows; num_verify_rows, num_prefill_rows:
     the same rows by kind. preemptions: suspensions, by hand or for want of pages. resumed: by
-    warmth: warm (at most the lookahead was recomputed), partial, cold (nothing was left).
+    warmth: warm (the lookahead was recomputed, no gap stayed), partial, cold (nothing was left).
     drafts_skipped: proposals not verified or not asked for, for want of pages. late_results:
     dropped because their sequence was gone. num_missed: requests that found the batch full.
     """
