@@ -1,18 +1,19 @@
 """EAGLE-3: one decoder layer over the target's hidden states, drafting a chain of tokens.
 
-Law: a covered draft row is a function of the target's hidden state h_i and the token x_{i+1} alone;
-rows that drafting writes from its own states are scratch, in slots that no coverage names. Context
-rows need no attention, so they are one GEMM whatever the chunking. This module reads no checkpoint
-and verifies nothing.
+Law: a draft row in a page is a function of the target's hidden state h_i and the token x_{i+1}
+alone; rows computed from the drafter's own states never reach a page. Context rows need no
+attention, so they are one GEMM whatever the chunking. This module reads no checkpoint and verifies
+nothing.
 
     row i        k, v from [norm(embed(x_{i+1})), norm(g_i)], RoPE at i, g_i = fc(captures of h_i)
     slot         i + 1: where its newest token is
     draft 1      the output of row n-1 (slot n, token: the anchor x_n)
-    draft j > 1  a row at position n-2+j, slot n-1+j (scratch), from draft j-1 and its state a
+    draft j > 1  a row at position n-2+j from draft j-1 and the state a that gave it
 
-            readable (rows < n-1)   row n-1      scratch ->
-    slot    1 ............... n-1      n       n+1   n+2 ...  n+K-1
-    drafts                             1        2     3  ...    K
+                 readable          written  | the chain's own, in no page
+    slot         1 ........... n-1    n     |
+    position     0 ........... n-2   n-1    |  n   n+1  ...  n+K-2
+    drafts                            1        2    3   ...    K
 
 Source: EAGLE-3, Li et al. 2025 (arXiv 2503.01840), chain drafting; fc_norm, norm_output: EAGLE-3.1.
 """
@@ -31,6 +32,7 @@ from tandemkv.base.errors import ConfigError
 from tandemkv.base.spans import Span, SpanSet
 from tandemkv.kv.layout import Domain, LayerGroup, RebuildFrom
 from tandemkv.model.attention import AttentionSegment, GroupRows, KVPool
+from tandemkv.model.chain_attention import ChainKeys
 from tandemkv.model.draft_head import Choice, DraftHead
 from tandemkv.model.drafter import Drafter, DrafterSpec, DraftInputs, Drafts, DraftSegment
 from tandemkv.model.eagle3_checkpoint import (
@@ -42,6 +44,7 @@ from tandemkv.model.eagle3_checkpoint import (
     num_taps,
 )
 from tandemkv.model.eagle3_config import Eagle3Config, default_taps
+from tandemkv.model.packed import pack_linear
 from tandemkv.model.target import Target
 
 DEFAULT_DRAFT_VOCAB = 16384
@@ -55,7 +58,6 @@ class _Chain:
     segment: DraftSegment
     index: int
     row: int
-    num_drafts: int
     visible: SpanSet
     tokens: list[Tensor] = field(default_factory=list)
     probs: list[Tensor | None] = field(default_factory=list)
@@ -64,6 +66,10 @@ class _Chain:
     @property
     def anchor(self) -> int:
         return self.segment.num_rows
+
+    @property
+    def num_drafts(self) -> int:
+        return self.segment.num_drafts
 
 
 class Eagle3(Drafter):
@@ -115,19 +121,22 @@ class Eagle3(Drafter):
             parts = [weights[name + ".weight"].to(self.device, self.dtype) for name in names]
             return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
 
-        attn, mlp = f"{MID}self_attn.", f"{MID}mlp."
-        self._fc = get("fc")
+        config, attn, mlp = self.config, f"{MID}self_attn.", f"{MID}mlp."
+        self._fc = pack_linear(get("fc"))
         self._fc_norm = None
-        if self.config.fc_norm:
+        if config.fc_norm:
             self._fc_norm = torch.stack([get(f"fc_norm.{i}") for i in range(num)])
-        self._input_norm = get("input_norm") if self.config.norm_before_fc else None
-        self._qkv = get(*(f"{attn}{x}_proj" for x in "qkv"))
-        self._q_rows = self.config.num_attention_heads * self.config.head_dim
-        self._head_norms: tuple[Tensor, Tensor] | None = None
+        self._input_norm = get("input_norm") if config.norm_before_fc else None
+        self._qkv = pack_linear(get(*(f"{attn}{x}_proj" for x in "qkv")))
+        self._heads = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
+        self._head_norms: Tensor | None = None
         if f"{attn}q_norm.weight" in weights:
-            self._head_norms = (get(f"{attn}q_norm"), get(f"{attn}k_norm"))
-        self._o = get(f"{attn}o_proj")
-        self._gate_up, self._down = get(f"{mlp}gate_proj", f"{mlp}up_proj"), get(f"{mlp}down_proj")
+            q_norm, k_norm = get(f"{attn}q_norm"), get(f"{attn}k_norm")
+            num_q, num_k, _ = self._heads
+            self._head_norms = torch.cat((q_norm.expand(num_q, -1), k_norm.expand(num_k, -1)))
+        self._o = pack_linear(get(f"{attn}o_proj"))
+        self._gate_up = pack_linear(get(f"{mlp}gate_proj", f"{mlp}up_proj"))
+        self._down = pack_linear(get(f"{mlp}down_proj"))
         self._embed_norm, self._hidden_norm = get(f"{MID}input_layernorm"), get(f"{MID}hidden_norm")
         self._post_norm, self._norm = get(f"{MID}post_attention_layernorm"), get("norm")
         self._embed = get("embed_tokens") if "embed_tokens.weight" in weights else None
@@ -159,13 +168,13 @@ class Eagle3(Drafter):
         chains = [c for i, s in enumerate(segments) if (c := self._chain(i, s)) is not None]
         if inputs.features is not None and (chains or any(s.writes[0] for s in segments)):
             fused = self.fuse(inputs.features)
-            rows = self._inputs(inputs.next_ids, fused)
-            cos, sin = self._angles(inputs.positions)
-            self._write_context(segments, rows, cos, sin)
+            q, k, v = self._project(inputs.next_ids, fused, *self._angles(inputs.positions))
+            if any(s.writes[0] for s in segments):
+                plan = GroupRows(self._bound(), [_context_segment(s) for s in segments])
+                plan.write(0, k, v)
             if chains:
                 last = torch.tensor([c.row for c in chains], device=self.device)
-                q = self._queries(rows[last], cos[last], sin[last])
-                self._propose(chains, fused[last], q)
+                self._propose(chains, fused[last], q[last])
         return _collect(len(segments), chains)
 
     # ------------------------------------------------------------------ context rows
@@ -173,13 +182,12 @@ class Eagle3(Drafter):
     def fuse(self, features: Tensor) -> Tensor:
         """g [R, d] from captures [R, m, d_target]."""
         x = features.to(self.device, self.dtype)
-        eps = self.config.rms_norm_eps
         if self._fc_norm is not None:
-            x = F.rms_norm(x, x.shape[-1:], eps=eps) * self._fc_norm
+            x = self._rms(x, None) * self._fc_norm
         x = x.flatten(1)
         if self._input_norm is not None:
             x = self._rms(x, self._input_norm)
-        return F.linear(x, self._fc)
+        return self._fc(x)
 
     def _inputs(self, next_ids: Tensor, state: Tensor) -> Tensor:
         """[R, 2d]: what a row is a function of; the embedding half first."""
@@ -191,62 +199,55 @@ class Eagle3(Drafter):
             (self._rms(embedded, self._embed_norm), self._rms(state, self._hidden_norm)), -1
         )
 
-    def _write_context(
-        self, segments: Sequence[DraftSegment], rows: Tensor, cos: Tensor, sin: Tensor
-    ) -> None:
-        if not any(s.writes[0] for s in segments):
-            return
-        kv = F.linear(rows, self._qkv[self._q_rows :]).unflatten(-1, (2, -1, self.config.head_dim))
-        plan = GroupRows(self._bound(), [_context_segment(s) for s in segments])
-        plan.write(0, self._rotate(kv[:, 0], cos, sin, 1), kv[:, 1])
+    def _project(
+        self, next_ids: Tensor, state: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [R, H, hd], k and v [R, Hkv, hd] of rows at the positions of cos and sin."""
+        qkv = self._qkv(self._inputs(next_ids, state))
+        qkv = qkv.view(-1, sum(self._heads), self.config.head_dim)
+        num_q, num_k, _ = self._heads
+        q, k = self._rotate(qkv[:, : num_q + num_k], cos, sin).split((num_q, num_k), 1)
+        return q, k, qkv[:, num_q + num_k :]
 
     # ------------------------------------------------------------------ proposing
 
     def _chain(self, index: int, segment: DraftSegment) -> _Chain | None:
-        """The chain this segment can draft; None if it wants none or row n-1 is not among its rows.
+        """The chain this segment can draft; None if it wants none, or lacks what draft 1 needs.
 
-        Shortened to the pages held: a scratch slot without a page ends it.
+        That is: row n-1 among its rows, for the hidden state, and its slot n written or readable.
         """
-        row = segment.row_start + segment.num_rows - 1 - segment.position
+        n = segment.num_rows
+        row = segment.row_start + n - 1 - segment.position
         if not segment.num_drafts or not segment.row_start <= row < segment.row_stop:
             return None
-        size, pages, n = self._bound().group.page_size, segment.pages[0], segment.num_rows
-        num = 0
-        while num < segment.num_drafts and (n + num) // size < len(pages):
-            if pages[(n + num) // size] < 0:
-                break
-            num += 1
         visible = SpanSet(segment.readable[0])
         for start, stop in _clipped(segment):
             visible.add(start, stop)
-        return _Chain(segment, index, row, num, visible) if num and n in visible else None
+        visible.remove(n + 1, max(n + 1, visible.stop))
+        return _Chain(segment, index, row, visible) if n in visible else None
 
     def _propose(self, chains: list[_Chain], state: Tensor, q: Tensor) -> None:
         """Draft every chain. state [P, d], q [P, H, hd]: of the rows at position n-1."""
-        longest = max(c.num_drafts for c in chains)
+        pool, longest = self._bound(), max(c.num_drafts for c in chains)
+        keys = [ChainKeys(pool, c.segment.pages[0], c.visible, c.num_drafts - 1) for c in chains]
         starts = torch.tensor([c.anchor - 1 for c in chains], device=self.device)
-        positions = starts[:, None] + torch.arange(longest, device=self.device)
-        cos, sin = self._angles(positions)
-        attended = self._plan(chains, 0).read(0, q)
-        alive = list(range(len(chains)))
+        cos, sin = self._angles(starts[:, None] + torch.arange(longest, device=self.device))
         for step in range(longest):
+            attended = _stacked([k.attend(row) for k, row in zip(keys, q, strict=True)])
             state = self._layer(state, attended)
             normed = self._rms(state, self._norm)
-            choice = self._choose([chains[i] for i in alive], normed, step)
+            tokens = self._choose(chains, normed, step).tokens
             if self.config.norm_output:
                 state = normed
-            kept = [k for k, i in enumerate(alive) if chains[i].num_drafts > step + 1]
+            kept = [i for i, c in enumerate(chains) if c.num_drafts > step + 1]
             if not kept:
                 break
-            tokens = choice.tokens
-            if len(kept) < len(alive):
-                keep = torch.tensor(kept, device=self.device)
-                state, tokens = state[keep], tokens[keep]
-                alive = [alive[k] for k in kept]
-            attended = self._attend_scratch(
-                [chains[i] for i in alive], tokens, state,
-                cos[alive, step + 1], sin[alive, step + 1], step + 1,
-            )  # fmt: skip
+            if len(kept) < len(chains):
+                chains, keys = [chains[i] for i in kept], [keys[i] for i in kept]
+                state, tokens, cos, sin = state[kept], tokens[kept], cos[kept], sin[kept]
+            q, k, v = self._project(tokens, state, cos[:, step + 1], sin[:, step + 1])
+            for i, each in enumerate(keys):
+                each.append(k[i], v[i])
 
     def _choose(self, chains: list[_Chain], normed: Tensor, step: int) -> Choice:
         choice = self.head.choose(
@@ -262,73 +263,43 @@ class Eagle3(Drafter):
             chain.gaps.append(choice.gaps[k])
         return choice
 
-    def _attend_scratch(
-        self,
-        chains: list[_Chain],
-        tokens: Tensor,
-        state: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        step: int,
-    ) -> Tensor:
-        """One row per chain at position n-1+step, written to slot n+step, attended."""
-        qkv = F.linear(self._inputs(tokens, state), self._qkv)
-        qkv = qkv.unflatten(-1, (-1, self.config.head_dim))
-        num_q, num_kv = self.config.num_attention_heads, self.config.num_key_value_heads
-        q = self._rotate(qkv[:, :num_q], cos, sin, 0)
-        k = self._rotate(qkv[:, num_q : num_q + num_kv], cos, sin, 1)
-        return self._plan(chains, step).attend(0, q, k, qkv[:, num_q + num_kv :])
-
-    def _plan(self, chains: list[_Chain], step: int) -> GroupRows:
-        """Attention of one row per chain at slot n+step; from step 1 on it writes that slot."""
-        segments = []
-        for k, chain in enumerate(chains):
-            slot = chain.anchor + step
-            writes: list[Span] = [(slot, slot + 1)] if step else []
-            segments.append(
-                AttentionSegment(k, k + 1, slot, chain.segment.pages[0], chain.visible, writes)
-            )
-        plan = GroupRows(self._bound(), segments)
-        if step:
-            for chain in chains:
-                chain.visible.add(chain.anchor + step, chain.anchor + step + 1)
-        return plan
-
     # ------------------------------------------------------------------ the layer
 
     def _layer(self, residual: Tensor, attended: Tensor) -> Tensor:
         """a [P, d] from the row's state and its attention output [P, H, hd]."""
         if self.config.norm_before_residual:
             residual = self._rms(residual, self._hidden_norm)
-        x = residual + F.linear(attended.flatten(1), self._o)
-        gate, up = F.linear(self._rms(x, self._post_norm), self._gate_up).chunk(2, -1)
-        return x + F.linear(F.silu(gate) * up, self._down)
+        x = residual + self._o(attended.flatten(1))
+        gate, up = self._gate_up(self._rms(x, self._post_norm)).chunk(2, -1)
+        return x + self._down(F.silu(gate) * up)
 
-    def _queries(self, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q = F.linear(rows, self._qkv[: self._q_rows]).unflatten(-1, (-1, self.config.head_dim))
-        return self._rotate(q, cos, sin, 0)
-
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, which: int) -> Tensor:
-        """RoPE (half rotation) of [R, heads, hd], after the head norm if there is one."""
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """RoPE (half rotation) of q and k heads [R, H + Hkv, hd], after head norms if any."""
         if self._head_norms is not None:
-            x = self._rms(x, self._head_norms[which])
-        low, high = x.chunk(2, -1)
-        return x * cos[:, None] + torch.cat((-high, low), -1) * sin[:, None]
+            x = self._rms(x, None) * self._head_norms
+        turned = x.roll(self.config.head_dim // 2, -1)
+        return torch.addcmul(x * cos[:, None], turned, sin[:, None])
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [..., hd] at absolute positions [...]."""
+        """cos and signed sin [..., hd] at absolute positions [...]: x cos + (x turned) sin."""
         angles = positions.to(self.device)[..., None].float() * self._inv_freq
-        angles = torch.cat((angles, angles), -1)
-        scale = self._rope_scale
-        return (angles.cos() * scale).to(self.dtype), (angles.sin() * scale).to(self.dtype)
+        cos, sin = angles.cos() * self._rope_scale, angles.sin() * self._rope_scale
+        return (
+            torch.cat((cos, cos), -1).to(self.dtype),
+            torch.cat((-sin, sin), -1).to(self.dtype),
+        )
 
-    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _rms(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, self.config.rms_norm_eps)
 
     def _bound(self) -> KVPool:
         if self._pool is None:
             raise ValueError("eagle3: run before bind")
         return self._pool
+
+
+def _stacked(rows: list[Tensor]) -> Tensor:
+    return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
 
 
 def _clipped(segment: DraftSegment) -> list[Span]:
