@@ -71,7 +71,9 @@ def of_engine(engine: Engine, max_tokens: int) -> Variant:
 
 def of_transformers(model: str | None, dtype: str, max_tokens: int, eos: Sequence[int]) -> Variant:
     """Decoding by transformers' generate, attention as it chooses."""
-    from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+    from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList, logging
+
+    logging.disable_progress_bar()
 
     reference = AutoModelForCausalLM.from_pretrained(
         resolve(model), dtype=getattr(torch, dtype), local_files_only=True
