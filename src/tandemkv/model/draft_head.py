@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandemkv.base.sampling import SamplingParams
+from tandemkv.model.drafter import Drafts
 from tandemkv.model.eagle3_checkpoint import quantised
 from tandemkv.model.sampling import (
     Purpose,
@@ -41,6 +42,31 @@ class Choice:
     tokens: Tensor
     probs: list[Tensor | None]
     gaps: Tensor
+
+
+def collect(num_segments: int, steps: Sequence[tuple[Sequence[int], Choice]]) -> Drafts:
+    """All steps of a run as Drafts. steps: the segments whose rows took part, and their choice.
+
+    One transfer from the device for the whole run.
+    """
+    drafts = Drafts([[] for _ in range(num_segments)], [None] * num_segments)
+    drafts.gaps = [float("inf")] * num_segments
+    if not steps:
+        return drafts
+    owners = [i for segments, _ in steps for i in segments]
+    tokens = torch.cat([choice.tokens for _, choice in steps]).tolist()
+    gaps = torch.cat([choice.gaps for _, choice in steps]).tolist()
+    probs: dict[int, list[Tensor]] = {}
+    for segments, choice in steps:
+        for i, q in zip(segments, choice.probs, strict=True):
+            if q is not None:
+                probs.setdefault(i, []).append(q)
+    for i, token, gap in zip(owners, tokens, gaps, strict=True):
+        drafts.tokens[i].append(token)
+        drafts.gaps[i] = min(drafts.gaps[i], gap)
+    for i, rows in probs.items():
+        drafts.probs[i] = torch.stack(rows)
+    return drafts
 
 
 def choose(

@@ -15,17 +15,18 @@ Source: speculative sampling with a draft model, Leviathan et al. 2022 (arXiv 22
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandemkv.base.errors import ConfigError
 from tandemkv.base.spans import Span, SpanSet
 from tandemkv.kv.layout import Domain, LayerGroup, RebuildFrom
 from tandemkv.model.attention import AttentionSegment, GroupRows, KVPool
-from tandemkv.model.draft_head import Choice, choose
+from tandemkv.model.draft_head import Choice, choose, collect
 from tandemkv.model.drafter import Drafter, DrafterSpec, DraftInputs, Drafts, DraftSegment
 from tandemkv.model.target import Target
 
@@ -35,15 +36,12 @@ LARGEST_PADDING = 1024
 
 @dataclass(slots=True)
 class _Proposal:
-    """One proposing sequence: which slots each group can read, and what it drafted."""
+    """One proposing sequence: which slots each group can read."""
 
     segment: DraftSegment
     index: int
     num_drafts: int
     visible: list[SpanSet]
-    tokens: list[Tensor] = field(default_factory=list)
-    probs: list[Tensor | None] = field(default_factory=list)
-    gaps: list[Tensor] = field(default_factory=list)
 
     @property
     def anchor(self) -> int:
@@ -105,14 +103,15 @@ class DraftModel(Drafter):
             p for i, s in enumerate(inputs.segments) if (p := self._proposal(i, s)) is not None
         ]
         hidden = self._context(inputs, proposals)
-        alive = proposals
-        while alive:
-            tokens = self._draft(alive, hidden)
-            kept = [k for k, p in enumerate(alive) if len(p.tokens) < p.num_drafts]
-            alive = [alive[k] for k in kept]
-            if alive:
-                hidden = self._feed(alive, tokens[kept])
-        return self._collect(len(inputs.segments), proposals)
+        steps: list[tuple[list[int], Choice]] = []
+        while proposals:
+            choice = self._choose(proposals, hidden, len(steps))
+            steps.append(([p.index for p in proposals], choice))
+            kept = [k for k, p in enumerate(proposals) if len(steps) < p.num_drafts]
+            proposals = [proposals[k] for k in kept]
+            if proposals:
+                hidden = self._feed(proposals, choice.tokens[kept], len(steps))
+        return collect(len(inputs.segments), steps)
 
     # ------------------------------------------------------------------ passes of the model
 
@@ -134,39 +133,32 @@ class DraftModel(Drafter):
         self._see(proposals, 0)
         return self._forward(tokens, positions, plans)[num_rows:]
 
-    def _feed(self, proposals: list[_Proposal], tokens: Tensor) -> Tensor:
-        """One row per sequence: its newest draft, at the position it would have. [P, d]."""
-        steps = [len(p.tokens) for p in proposals]
-        where = [p.anchor + step for p, step in zip(proposals, steps, strict=True)]
+    def _feed(self, proposals: list[_Proposal], tokens: Tensor, step: int) -> Tensor:
+        """One row per sequence: draft number `step`, at the position it would have. [P, d]."""
+        where = torch.tensor([p.anchor + step for p in proposals], device=tokens.device)
         plans = [
-            GroupRows(pool, [_one_row(p, group, k, steps[k]) for k, p in enumerate(proposals)])
+            GroupRows(pool, [_one_row(p, group, k, step) for k, p in enumerate(proposals)])
             for group, pool in enumerate(self._pools)
         ]
-        for proposal, step in zip(proposals, steps, strict=True):
-            self._see([proposal], step)
-        return self._forward(tokens, torch.tensor(where, device=tokens.device), plans)
+        self._see(proposals, step)
+        return self._forward(tokens, where, plans)
 
     def _forward(self, tokens: Tensor, positions: Tensor, plans: list[GroupRows]) -> Tensor:
         """Ids that only the target has, and positions past the model's own limit, are clamped."""
         tokens = tokens.clamp(max=self.model.spec.vocab_size - 1)
         return self.model.forward(tokens, positions.clamp(max=self._last_position), plans).hidden
 
-    def _draft(self, proposals: list[_Proposal], hidden: Tensor) -> Tensor:
-        choice = self._choose(proposals, self.model.logits(hidden)[:, : self._common])
-        for k, proposal in enumerate(proposals):
-            proposal.tokens.append(choice.tokens[k])
-            proposal.probs.append(choice.probs[k])
-            proposal.gaps.append(choice.gaps[k])
-        return choice.tokens
-
-    def _choose(self, proposals: list[_Proposal], logits: Tensor) -> Choice:
-        return choose(
-            logits,
+    def _choose(self, proposals: list[_Proposal], hidden: Tensor, step: int) -> Choice:
+        choice = choose(
+            self.model.logits(hidden)[:, : self._common],
             [p.segment.params for p in proposals],
             [p.segment.seed for p in proposals],
-            [p.anchor + 1 + len(p.tokens) for p in proposals],
+            [p.anchor + 1 + step for p in proposals],
             [p.anchor for p in proposals],
         )
+        missing = (0, self.vocab_size - self._common)
+        choice.probs = [None if q is None else F.pad(q, missing) for q in choice.probs]
+        return choice
 
     # ------------------------------------------------------------------ slots
 
@@ -192,18 +184,6 @@ class DraftModel(Drafter):
         for proposal in proposals:
             for slots in proposal.visible:
                 slots.add(proposal.anchor + step, proposal.anchor + step + 1)
-
-    def _collect(self, num_segments: int, proposals: list[_Proposal]) -> Drafts:
-        drafts = Drafts([[] for _ in range(num_segments)], [None] * num_segments)
-        drafts.gaps = [float("inf")] * num_segments
-        for p in proposals:
-            drafts.tokens[p.index] = torch.stack(p.tokens).tolist()
-            drafts.gaps[p.index] = float(torch.stack(p.gaps).min())
-            if p.probs[0] is not None:
-                probs = torch.stack(p.probs)  # type: ignore[arg-type]
-                missing = self.vocab_size - probs.shape[1]
-                drafts.probs[p.index] = torch.nn.functional.pad(probs, (0, missing))
-        return drafts
 
 
 def _held(pages: Sequence[int], slot: int, page_size: int) -> bool:

@@ -22,18 +22,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandemkv.base.errors import ConfigError
+from tandemkv.base.errors import ConfigError, InvariantError
 from tandemkv.base.spans import Span, SpanSet
 from tandemkv.kv.layout import Domain, LayerGroup, RebuildFrom
 from tandemkv.model.attention import AttentionSegment, GroupRows, KVPool
 from tandemkv.model.chain_attention import ChainKeys
-from tandemkv.model.draft_head import Choice, DraftHead
+from tandemkv.model.draft_head import Choice, DraftHead, collect
 from tandemkv.model.drafter import Drafter, DrafterSpec, DraftInputs, Drafts, DraftSegment
 from tandemkv.model.eagle3_checkpoint import (
     MID,
@@ -53,15 +53,12 @@ DEFAULT_DRAFT_VOCAB = 16384
 
 @dataclass(slots=True)
 class _Chain:
-    """One proposing sequence: row of the batch that holds position n-1, and what it drafted."""
+    """One proposing sequence: row of the batch that holds position n-1, and what it reads."""
 
     segment: DraftSegment
     index: int
     row: int
     visible: SpanSet
-    tokens: list[Tensor] = field(default_factory=list)
-    probs: list[Tensor | None] = field(default_factory=list)
-    gaps: list[Tensor] = field(default_factory=list)
 
     @property
     def anchor(self) -> int:
@@ -166,16 +163,19 @@ class Eagle3(Drafter):
     def run(self, inputs: DraftInputs) -> Drafts:
         segments = inputs.segments
         chains = [c for i, s in enumerate(segments) if (c := self._chain(i, s)) is not None]
-        if inputs.features is not None and (chains or any(s.writes[0] for s in segments)):
-            fused = self.fuse(inputs.features)
-            q, k, v = self._project(inputs.next_ids, fused, *self._angles(inputs.positions))
-            if any(s.writes[0] for s in segments):
-                plan = GroupRows(self._bound(), [_context_segment(s) for s in segments])
-                plan.write(0, k, v)
-            if chains:
-                last = torch.tensor([c.row for c in chains], device=self.device)
-                self._propose(chains, fused[last], q[last])
-        return _collect(len(segments), chains)
+        writing = any(s.writes[0] for s in segments)
+        if not chains and not writing:
+            return collect(len(segments), ())
+        if inputs.features is None:
+            raise InvariantError("eagle3: rows came without the target's hidden states")
+        fused = self.fuse(inputs.features)
+        q, k, v = self._project(inputs.next_ids, fused, *self._angles(inputs.positions))
+        if writing:
+            GroupRows(self._bound(), [_context_segment(s) for s in segments]).write(0, k, v)
+        if not chains:
+            return collect(len(segments), ())
+        last = torch.tensor([c.row for c in chains], device=self.device)
+        return collect(len(segments), self._propose(chains, fused[last], q[last]))
 
     # ------------------------------------------------------------------ context rows
 
@@ -226,8 +226,11 @@ class Eagle3(Drafter):
         visible.remove(n + 1, max(n + 1, visible.stop))
         return _Chain(segment, index, row, visible) if n in visible else None
 
-    def _propose(self, chains: list[_Chain], state: Tensor, q: Tensor) -> None:
+    def _propose(
+        self, chains: list[_Chain], state: Tensor, q: Tensor
+    ) -> list[tuple[list[int], Choice]]:
         """Draft every chain. state [P, d], q [P, H, hd]: of the rows at position n-1."""
+        steps = []
         pool, longest = self._bound(), max(c.num_drafts for c in chains)
         keys = [ChainKeys(pool, c.segment.pages[0], c.visible, c.num_drafts - 1) for c in chains]
         starts = torch.tensor([c.anchor - 1 for c in chains], device=self.device)
@@ -236,7 +239,9 @@ class Eagle3(Drafter):
             attended = _stacked([k.attend(row) for k, row in zip(keys, q, strict=True)])
             state = self._layer(state, attended)
             normed = self._rms(state, self._norm)
-            tokens = self._choose(chains, normed, step).tokens
+            choice = self._choose(chains, normed, step)
+            steps.append(([c.index for c in chains], choice))
+            tokens = choice.tokens
             if self.config.norm_output:
                 state = normed
             kept = [i for i, c in enumerate(chains) if c.num_drafts > step + 1]
@@ -248,20 +253,16 @@ class Eagle3(Drafter):
             q, k, v = self._project(tokens, state, cos[:, step + 1], sin[:, step + 1])
             for i, each in enumerate(keys):
                 each.append(k[i], v[i])
+        return steps
 
     def _choose(self, chains: list[_Chain], normed: Tensor, step: int) -> Choice:
-        choice = self.head.choose(
+        return self.head.choose(
             normed,
             [c.segment.params for c in chains],
             [c.segment.seed for c in chains],
             [c.anchor + 1 + step for c in chains],
             [c.anchor for c in chains],
         )
-        for k, chain in enumerate(chains):
-            chain.tokens.append(choice.tokens[k])
-            chain.probs.append(choice.probs[k])
-            chain.gaps.append(choice.gaps[k])
-        return choice
 
     # ------------------------------------------------------------------ the layer
 
@@ -320,24 +321,6 @@ def _context_segment(segment: DraftSegment) -> AttentionSegment:
         (),
         segment.writes[0],
     )
-
-
-def _collect(num_segments: int, chains: list[_Chain]) -> Drafts:
-    """Drafts of every segment, in order; one transfer from the device for all of them."""
-    drafts = Drafts([[] for _ in range(num_segments)], [None] * num_segments, [])
-    drafts.gaps = [float("inf")] * num_segments
-    if not chains:
-        return drafts
-    tokens = torch.stack([t for c in chains for t in c.tokens]).tolist()
-    gaps = torch.stack([g for c in chains for g in c.gaps]).tolist()
-    done = 0
-    for chain in chains:
-        part = slice(done, done := done + len(chain.tokens))
-        drafts.tokens[chain.index] = tokens[part]
-        drafts.gaps[chain.index] = min(gaps[part])
-        if chain.probs[0] is not None:
-            drafts.probs[chain.index] = torch.stack(chain.probs)  # type: ignore[arg-type]
-    return drafts
 
 
 def _fit(target: Target, config: Eagle3Config, num: int, origin: str) -> tuple[int, ...]:
