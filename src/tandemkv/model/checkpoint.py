@@ -86,11 +86,9 @@ def resolve(
     cache = _cache(cache_dir)
     if model is None:
         return _converted(_embedded_file(), cache, progress, EMBEDDED_SHA256)
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return _checked(path)
-    if path.is_file():
-        return _converted(path, cache, progress)
+    path = Path(model or "\0").expanduser()
+    if _is_there(path):
+        return _checked(path) if path.is_dir() else _converted(path, cache, progress)
     if path.suffix == ".gguf" or not _HUB_ID.fullmatch(model):
         raise ConfigError(f"model {model!r} is no file, no directory and no hub id (org/name)")
     return _from_hub(model)
@@ -158,6 +156,13 @@ def _load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> An
     return model.eval().requires_grad_(False).to(device)
 
 
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name too long for a path is no path
+        return False
+
+
 def _checked(directory: Path) -> Path:
     if not (directory / "config.json").is_file():
         raise ConfigError(f"{directory} is not a model directory: it has no config.json")
@@ -200,9 +205,12 @@ def _embedded_file() -> Path:
 
 def _converted(path: Path, cache: Path, progress: bool, sha256: str | None = None) -> Path:
     """The directory that a GGUF file converts to, made now if it is not there yet."""
-    if not gguf_file.is_gguf(path):
-        raise ConfigError(f"{path} is not a GGUF file")
-    found = _file_digest(path, cache)
+    try:
+        if not gguf_file.is_gguf(path):
+            raise ConfigError(f"{path} is not a GGUF file")
+        found = _file_digest(path, cache)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     if sha256 is not None and found != sha256:
         raise ConfigError(f"{path} is not the pinned file: its sha256 is {found}, not {sha256}")
     final = cache / "models" / f"{path.stem}-{found[:16]}-{gguf_file.FORMAT}"

@@ -65,7 +65,7 @@ def convert(path: Path, out: Path, report: Report) -> None:
     architecture = _architecture(reader, path)
     report("reading the tokenizer", 0, 1)
     _save_tokenizer(path, out, _text(reader, "tokenizer.ggml.pre"))
-    config = _config(path)
+    config = _config(path, reader, architecture)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     tied = _tie(tensors, config)
     shapes = _expected_shapes(config, path)
@@ -126,7 +126,8 @@ def _text(reader: Any, key: str) -> str | None:
     return None if field is None else str(field.contents())
 
 
-def _config(path: Path) -> Any:
+def _config(path: Path, reader: Any, architecture: str) -> Any:
+    """The file's config as transformers reads it, with the head size it states."""
     from transformers import AutoConfig
 
     try:
@@ -135,6 +136,9 @@ def _config(path: Path) -> Any:
         raise ConfigError(f"{path}: its config cannot be read: {_first_line(error)}") from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    head_dim = reader.get_field(f"{architecture}.attention.key_length")
+    if head_dim is not None:
+        config.head_dim = int(head_dim.contents())
     config.dtype = torch.bfloat16
     return config
 
