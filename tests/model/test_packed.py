@@ -53,6 +53,16 @@ def test_every_linear_of_a_model_is_replaced():
 
 
 @torch.inference_mode()
+def test_a_packed_layer_may_be_moved_to_another_dtype_and_back():
+    linear = nn.Linear(8, 4)
+    x = torch.randn(2, 8)
+    packed = pack_linear(linear.weight, linear.bias)
+    moved = packed.double()
+    torch.testing.assert_close(moved(x.double()), linear(x).double(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(moved.float()(x), linear(x), atol=1e-5, rtol=0)
+
+
+@torch.inference_mode()
 def test_a_bias_that_is_lost_is_caught():
     linear = nn.Linear(8, 4)
     x = torch.randn(2, 8)

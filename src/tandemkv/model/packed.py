@@ -8,7 +8,10 @@ changes nothing on other devices, or where torch has no such kernel.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 _ROWS = 8
@@ -16,22 +19,39 @@ _ROWS = 8
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b. weight [out, in] on CPU, which the packed copy does not keep alive."""
+    """y = x W^T + b. weight [out, in] on CPU, which the packed copy does not keep alive.
+
+    Moved to a device or dtype without the kernel, it becomes a plain product.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.bias = bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self._hold(weight.detach())
 
     @property
     def weight(self) -> Tensor:
-        """The weight laid out plainly [out, in]: a copy, made on each use."""
-        return self._packed.to_dense()
+        """The weight laid out plainly [out, in]: a copy, made on each use, while it is packed."""
+        return self._packed.to_dense() if self._plain is None else self._plain
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
+        if self._plain is not None:
+            return F.linear(x, self._plain, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+
+    def _hold(self, weight: Tensor) -> None:
+        self._plain = None if can_pack(weight) else weight
+        if self._plain is None:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
+            self._packed = packed
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+        """What nn.Module.to calls: the weight is moved as parameters are."""
+        super()._apply(fn, recurse)
+        self._hold(fn(self.weight))
+        return self
 
 
 def can_pack(weight: Tensor) -> bool:
