@@ -84,6 +84,16 @@ def test_a_lone_request_may_fill_the_pool_to_the_last_slot():
     assert max(u.peak_held for u in rig.manager.usage()) == 8
 
 
+def test_a_request_that_fits_only_without_drafts_runs_beside_others():
+    rig = Rig(eagle_layout(4, 4), (9, 9))
+    rig.add(prompt(4, 1), max_tokens=6, name="small")
+    rig.step()
+    rig.add(prompt(32, 2), max_tokens=4, name="large")
+    rig.run()
+    rig.check_text(rig.requests["small"])
+    rig.check_text(rig.requests["large"])
+
+
 def test_the_first_in_rank_is_never_suspended():
     rig = crowd(eagle_layout(), (12, 24))
     rig.run()

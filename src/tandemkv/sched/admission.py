@@ -52,7 +52,7 @@ class Admission:
         spare = self._spare()
         if not alone and self._still_blocked(request, spare):
             return None
-        claim = self._claim_alone(request) if alone else self._claim(request, self._reach(request))
+        claim = self._claim_alone(request) if alone else self._claim(request)
         if claim is not None and not alone and not self._has_headroom(request):
             self._manager.release(claim.seq)
             claim = None
@@ -67,22 +67,26 @@ class Admission:
 
     def _claim_alone(self, request: Request) -> Claim | None:
         """With every page to itself: without drafts if need be, without a cache if need be."""
-        try:
-            claim = self._claim(request, self._reach(request))
-        except RequestError:
-            claim = None
+        claim = self._claim(request)
         if claim is None:
-            claim = self._claim(request, self._limits.reach(0))
+            claim = self._claim_rows(request, 0)
         if claim is None:
             self._manager.reset_cache()
-            claim = self._claim(request, self._limits.reach(0))
+            claim = self._claim_rows(request, 0)
         return claim
+
+    def _claim(self, request: Request) -> Claim | None:
+        """With room for drafts, unless the pools could never hold the request and them."""
+        try:
+            return self._claim_rows(request, self._reach(request))
+        except RequestError:
+            return self._claim_rows(request, 0)
 
     def _reach(self, request: Request) -> int:
         limits = self._limits
         return limits.reach(max(0, min(limits.drafts_of(request), limits.left(request) - 1)))
 
-    def _claim(self, request: Request, reach: int) -> Claim | None:
+    def _claim_rows(self, request: Request, reach: int) -> Claim | None:
         """n known rows, the anchor's and what the next step's context pass and proposals write."""
         limits = self._limits
         resume = bool(request.output)

@@ -109,7 +109,7 @@ class Acceptance:
         return 1.0 + self.num_accepted / self.num_steps if self.num_steps else 1.0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """What a client asked for, and where it stands. The scheduler alone changes the second part.
 
@@ -156,6 +156,10 @@ class Request:
         if self.params.seed is not None:
             self.seed = self.params.seed
         self.num_draft_tokens = self.params.num_draft_tokens
+
+    def __repr__(self) -> str:
+        tokens = f"{len(self.prompt)} + {len(self.output)} tokens"
+        return f"Request({self.id!r}, {self.state}, {tokens})"
 
     def handle(self, event: RequestEvent, why: str = "") -> None:
         """Move along TRANSITIONS; an illegal event raises InvariantError and changes nothing."""
