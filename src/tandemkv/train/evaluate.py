@@ -246,9 +246,9 @@ def evaluate(
     variants: Sequence[Variant],
     ranking: Tensor,
 ) -> list[Acceptance]:
-    """Every set under every variant."""
+    """Every set under every variant, ordered by set."""
     results: list[Acceptance] = []
-    names = list(dict.fromkeys(a.set for a in answers))
+    names = sorted({a.set for a in answers})
     for variant in variants:
         accepted = accepted_drafts(teacher, trainee, answers, variant, ranking)
         for name in names:
@@ -256,4 +256,4 @@ def evaluate(
             results.append(
                 summarise(name, variant, [answers[i] for i in at], [accepted[i] for i in at])
             )
-    return results
+    return sorted(results, key=lambda r: r.set)

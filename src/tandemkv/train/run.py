@@ -148,11 +148,13 @@ def evaluation_sets(
 
 
 def variants(options: TrainOptions, vocab_size: int) -> list[evaluate.Variant]:
-    """What a finished run is judged on: whole, without prompt rows, and reduced heads."""
+    """What a finished run is judged on: whole, with fewer prompt rows, longer, reduced heads."""
     k = options.num_draft_tokens
     found = [
         evaluate.Variant(name="full", num_drafts=k),
         evaluate.Variant(name="no prompt rows", num_drafts=k, keep=0),
+        evaluate.Variant(name="last 32 prompt rows", num_drafts=k, keep=32),
+        evaluate.Variant(name=f"full, K {k + 3}", num_drafts=k + 3),
     ]
     for rows in (32768, 16384, 8192):
         if rows < vocab_size:

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tandemkv.base.errors import ConfigError
 
 ATTENTION = "tandemkv_teacher"
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
@@ -69,7 +71,8 @@ def dense_attention(
     keys, values = keys.repeat_interleave(repeat, 1), values.repeat_interleave(repeat, 1)
     length = query.shape[2]
     if not window or window >= length:
-        return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
+        with sdpa_kernel(_KERNELS):  # cuDNN's plans anew for every shape
+            return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
     at = torch.arange(length, device=query.device)
     mask = (at[None] <= at[:, None]) & (at[None] > at[:, None] - window)
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)

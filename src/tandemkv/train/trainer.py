@@ -148,7 +148,7 @@ class Trainer:
             optimizer.step()
         self.step += 1
         self.tokens += tokens.numel()
-        if self.step % LOG_EVERY != 1 and LOG_EVERY > 1:
+        if self.step % LOG_EVERY != 1 and not self.done:
             return None
         return self._point(report, rows, float(norm), lr)
 
