@@ -35,8 +35,8 @@ class PoolOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 GPU_POOLS = (
-    PoolOptions(name="chat", rows=3072, length=768, share=0.7),
-    PoolOptions(name="long", rows=1024, length=2048, share=0.3, self_prompted=0.25),
+    PoolOptions(name="chat", rows=3072, length=768, share=0.62),
+    PoolOptions(name="long", rows=1024, length=2048, share=0.38, self_prompted=0.25),
 )
 CPU_POOLS = (
     PoolOptions(name="chat", rows=8, length=384, share=0.7, max_answer=128),
