@@ -9,13 +9,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from oracle import ByteKV, group
 
 from tandemkv.base.spans import Span
 from tandemkv.kv.coverage import ClaimPlan
+from tandemkv.kv.intent import PageCopy
 from tandemkv.kv.keys import Namespace
-from tandemkv.kv.layout import Domain, Layout, RebuildFrom
+from tandemkv.kv.layout import Domain, LayerGroup, Layout, RebuildFrom
 from tandemkv.kv.manager import KVManager
 from tandemkv.kv.sequence import Sequence
 
@@ -65,10 +67,11 @@ class Live:
     draft_todo: list[tuple[int, Span]]
     gaps: list[set[int]] = field(default_factory=list)
     carried: int = 0
+    copies: tuple[PageCopy, ...] = ()
 
     @property
     def decoding(self) -> bool:
-        return not self.todo and not self.draft_todo
+        return not self.todo and not self.draft_todo and not self.copies
 
 
 @dataclass
@@ -99,6 +102,7 @@ class Driver:
         resume: bool = False,
         whole: bool = True,
         expected: int = 0,
+        dummy: bool = False,
     ) -> Live | None:
         manager = self.manager
         before = manager.usage()
@@ -111,22 +115,19 @@ class Driver:
             resume=resume,
             reserve=None if whole else 0,
             expected_tokens=expected,
+            dummy=dummy,
         )
         if claim is None:
             assert manager.usage() == before, "a refused claim changed something"
             assert self.live, "a lone request that fits an empty cache is refused"
             return None
         seq, plan = claim.seq, claim.plan
-        self.settle()  # freed pages are poisoned before the copies are made
-        manager.check()
-        self.bytes.copy(claim.copies)
-        manager.copied(seq)
         gaps = [set() for _ in self.layout.groups]
         for gap in plan.masked:
             gaps[gap.group].update(range(gap.start, gap.stop))
         todo = [part for span in plan.compute for part in self._pieces(span)]
         alone = [(g, span) for g, spans in enumerate(plan.draft_compute) for span in spans]
-        live = Live(seq, plan, num_rows, todo, alone, gaps)
+        live = Live(seq, plan, num_rows, todo, alone, gaps, copies=claim.copies)
         check_claim(self.layout, match.coverage, plan, num_rows, resume, policy)
         self.live.append(live)
         if tokens not in self.history:
@@ -137,8 +138,20 @@ class Driver:
         size = self.max_span
         return [(a, min(a + size, span[1])) for a in range(span[0], span[1], size)]
 
-    def prefill(self, live: Live, size: int, next_token: int, *, late: bool = False) -> bool:
-        """Run up to `size` positions of the next planned span."""
+    def copy(self, live: Live) -> None:
+        """Make the claim's copies; freed pages are poisoned first."""
+        self.settle()
+        self.bytes.copy(live.copies)
+        live.copies = ()
+        self.manager.copied(live.seq)
+
+    def prefill(
+        self, live: Live, size: int, next_token: int, *, late: bool = False, context: bool = True
+    ) -> bool:
+        """Run up to `size` positions of the next planned span; copies are made before the first."""
+        if live.copies:
+            self.copy(live)
+            return True
         if live.draft_todo:
             return self._draft_alone(live)
         manager, seq = self.manager, live.seq
@@ -154,11 +167,15 @@ class Driver:
         if last and len(tokens) == live.num_rows:
             tokens.append(next_token)  # sampled from this very pass
         writes = self._known(writes, len(tokens), start, live)
+        if not context:
+            for g in self.layout.draft_groups:
+                live.gaps[g].update(s for a, b in writes[g] for s in range(a, b))
+                writes[g] = ()
         self.bytes.run_pass(manager, seq, tokens, start, cut, writes)
         manager.append(seq, tokens[len(seq.tokens) :])
         self._expect_gaps(live, start, cut, writes)
         manager.commit(seq, max(seq.committed, cut), writes)
-        live.carried = self._carry(start, cut)
+        live.carried = self._carry(start, cut) if context else 0
         live.todo[0] = (cut, stop)
         if cut == stop:
             live.todo.pop(0)
@@ -203,6 +220,7 @@ class Driver:
         late: bool = False,
     ) -> bool:
         """One verify step: anchor and drafts run, `accepted` of them stay, one token is new."""
+        self._check_ready(live)
         manager, seq = self.manager, live.seq
         start, stop = seq.committed, seq.committed + 1 + len(drafts)
         if not manager.reserve(seq, stop + 1):
@@ -245,7 +263,7 @@ class Driver:
         for g in self.layout.draft_groups:
             ahead = self.layout.groups[g].lookahead
             low = max(seq.committed, ahead, seq.first_block[g] * BLOCK)
-            for s in range(low, min(rows + ahead, rows)):
+            for s in range(low, rows + (ahead if ahead < 2 else 0)):
                 done = s in seq.coverage[g] or any(a <= s < b for a, b in written[g])
                 if not done:
                     live.gaps[g].add(s)
@@ -262,7 +280,7 @@ class Driver:
     def suspend(self, live: Live) -> None:
         self.live.remove(live)
         seq = live.seq
-        if live.decoding:
+        if live.decoding and not seq.dummy:
             self.suspended.append((seq.namespace, list(seq.tokens)))
         self.manager.suspend(seq)
 
@@ -271,8 +289,6 @@ class Driver:
         if self.claim(tokens, namespace, policy, resume=True) is None:
             self.suspended.append((namespace, tokens))
             return False
-        if self.live[-1].decoding:
-            self._check_ready(self.live[-1])
         return True
 
     def abort(self, live: Live) -> None:
@@ -283,7 +299,29 @@ class Driver:
         """Memory pressure in one group."""
         pool = self.manager.pools[g]
         count = min(pool.available, len(pool.free) + count)
-        self.manager._publisher.make_room(g, count)
+        self.manager._make_room(g, count)
+
+    def complete(self, live: Live, next_token: int = 1) -> Live:
+        """Run all that the claim planned, in the largest pieces."""
+        while not live.decoding:
+            assert self.prefill(live, 10**6, next_token), "no room"
+            self.check()
+        self._check_ready(live)
+        return live
+
+    def serve(self, tokens: list[int], next_token: int = 1, **how: Any) -> Live:
+        """Claim and run a prompt; the sequence stays, ready to decode."""
+        live = self.claim(tokens, **how)
+        assert live is not None, "no room"
+        self.check()
+        return self.complete(live, next_token)
+
+    def pass_through(self, tokens: list[int], next_token: int = 1, **how: Any) -> ClaimPlan:
+        """Serve a prompt and finish it at once; returns the plan."""
+        live = self.serve(tokens, next_token, **how)
+        self.finish(live)
+        self.check()
+        return live.plan
 
     # -- what must hold -------------------------------------------------------------------
 
@@ -301,7 +339,7 @@ class Driver:
         assert seq.committed == n
         for g in self.layout.draft_groups:
             group = self.layout.groups[g]
-            for s in range(group.first_needed(n), min(n + group.lookahead, len(seq.tokens))):
+            for s in range(first_needed(group, n), min(n + group.lookahead, len(seq.tokens))):
                 if group.lookahead > 1 and s >= n:
                     continue  # needs hidden states carried over the step
                 assert s in seq.coverage[g] or s in live.gaps[g], (
@@ -346,12 +384,15 @@ class Driver:
                 rng.choice(["exact", "exact", "exact", "fast", "auto"]),
                 whole=rng.random() < 0.7,
                 expected=rng.choice([0, 8, 1000]),
+                dummy=rng.random() < 0.03,
             )
 
     def _advance(self, live: Live, rng: random.Random) -> None:
         late = rng.random() < 0.15
         if not live.decoding:
-            ok = self.prefill(live, rng.randint(1, 6), rng.randint(0, 1), late=late)
+            ok = self.prefill(
+                live, rng.randint(1, 6), rng.randint(0, 1), late=late, context=rng.random() < 0.95
+            )
         elif len(live.seq.tokens) >= MAX_TOKENS:
             self.finish(live)
             return
@@ -367,6 +408,11 @@ class Driver:
             )
         if not ok:
             self.suspend(rng.choice(self.live))
+
+
+def first_needed(group: LayerGroup, n: int) -> int:
+    """Where drafting at n reads from: said again here, for the product is not its own judge."""
+    return max(group.lookahead, 0 if group.window is None else n - group.window + 1)
 
 
 def check_claim(
@@ -401,6 +447,16 @@ def _holds(layout: Layout, held: list[set[int]], m: int) -> bool:
         if any(s not in held[g] for s in range(low, m)):
             return False
     return True
+
+
+def random_walk(name: str, seed: int, steps: int = 80) -> Driver:
+    """A driver for the named layout, after a walk that the seed decides. Raises what it finds."""
+    rng = random.Random(f"{name}/{seed}")
+    chosen = LAYOUTS[name]
+    pools = pools_for(chosen, rng.choice([40, 48, 60, 80, 160]))
+    driver = Driver(chosen, pools, prefix_caching=rng.random() < 0.95)
+    driver.walk(rng, steps)
+    return driver
 
 
 def pools_for(layout: Layout, tokens: int) -> list[int]:

@@ -48,6 +48,7 @@ class ByteKV:
 
     def _page(self, seq: Seq, g: int, slot: int) -> tuple[int, int]:
         size = self.layout.groups[g].page_size
+        assert slot // size < len(seq.pages[g]), f"group {g} slot {slot} has no room"
         page = seq.pages[g][slot // size]
         assert page != NO_PAGE, f"group {g} slot {slot} is on no page"
         return page, slot % size

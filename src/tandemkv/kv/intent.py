@@ -42,7 +42,8 @@ class GroupIntent(msgspec.Struct):
 
     first_block: first block kept. shares: run (or None) for each block from there to the end of
     the match. own: blocks with pages of its own. base: table length over the match; length: with
-    the reservation. planned: slots of holes that will be written.
+    the reservation. planned: slots before the end of
+    the match that will be written.
     """
 
     group: GroupId
@@ -128,9 +129,14 @@ def _lowest_slot(layout: Layout, g: GroupId, plan: ClaimPlan) -> int:
 def _planned_writes(
     group: LayerGroup, g: GroupId, covered: SpanSet, plan: ClaimPlan, low: int
 ) -> SpanSet:
-    """Slots that the hole spans will write in group g."""
+    """Slots before the end of the match that the plan's passes will write in group g.
+
+    Those of the holes, and what the tail, which starts early for the group that looks furthest
+    ahead, writes on its way in the others.
+    """
     planned, ahead = SpanSet(), group.lookahead
-    for start, stop in (*plan.holes, *plan.draft_compute[g]):
+    early = (plan.tail[0], min(plan.tail[1], plan.end - ahead))
+    for start, stop in (*plan.holes, *plan.draft_compute[g], early):
         for a, b in covered.missing(max(start + ahead, low), stop + ahead):
             planned.add(a, b)
     return planned

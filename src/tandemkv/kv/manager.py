@@ -28,7 +28,7 @@ from tandemkv.kv.keys import TOKEN_BYTES, Namespace, pack_tokens, token_bytes
 from tandemkv.kv.layout import LayerGroup, Layout
 from tandemkv.kv.pool import PagePool, Usage
 from tandemkv.kv.publish import Publisher
-from tandemkv.kv.records import FAULTS, WITHHOLD_DRAFT_ROWS, Claim, Match, Stats, tally
+from tandemkv.kv.records import FAULTS, NOT_WRITTEN, WITHHOLD_DRAFT_ROWS, Claim, Match, Stats, tally
 from tandemkv.kv.sequence import Sequence
 from tandemkv.kv.tree import Found, Tree
 
@@ -320,7 +320,14 @@ class KVManager:
                     self._cover(seq, g, start, stop)
         seq.committed = rows
         seq.computed = max(seq.computed, rows)
+        if rows > seq.reused:  # the tail is under way: a hole not filled by now stays one
+            self._give_up_holes(seq)
         self._publisher.slide(seq, self._publishes(seq.dummy))
+
+    def _give_up_holes(self, seq: Sequence) -> None:
+        for g in self.layout.draft_groups:
+            for start, stop in list(seq.pending[g]):
+                self.mask(seq, g, start, stop, NOT_WRITTEN)
 
     def _check_write(self, seq: Sequence, g: int, start: int, stop: int, rows: int) -> None:
         group = self.layout.groups[g]
@@ -378,8 +385,11 @@ class KVManager:
     # -- end ------------------------------------------------------------------------------
 
     def finish(self, seq: Sequence) -> None:
-        """Publish all committed rows, the last partial block included, and give up the pages."""
-        if self._publishes(seq.dummy):
+        """Publish all committed rows, the last partial block included, and give up the pages.
+
+        A sequence whose copies were never made has nothing new to publish.
+        """
+        if self._publishes(seq.dummy) and not seq.sources:
             self._publisher.settle(seq)
             self.stats.published_blocks += self._publisher.publish(seq)
             self._publisher.publish_partial(seq)

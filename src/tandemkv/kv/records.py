@@ -16,6 +16,9 @@ WITHHOLD_DRAFT_ROWS = "withhold_draft_rows"
 FAULTS = frozenset({WITHHOLD_DRAFT_ROWS})
 """Faults that can be injected by name, to show that a check is able to fail."""
 
+NOT_WRITTEN = "not_written"
+"""Reason of a gap that a claim planned to fill and no pass did (the context pass was off)."""
+
 
 class Match(msgspec.Struct, frozen=True):
     """What the tree holds of a prompt. end: tokens matched; coverage: per group, its slots."""
