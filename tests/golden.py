@@ -36,6 +36,7 @@ class GoldenEagle:
         self.w = {k: v if k == "d2t" else v.detach().double() for k, v in weights.items()}
         self.c, self.eps = config, config.rms_norm_eps
         self.theta = config.rope_parameters["rope_theta"]
+        self.stretch = config.rope_parameters.get("factor", 1.0)  # linear scaling
         self.embed = self.w.get("embed_tokens.weight", embed.detach().double())
         d2t = self.w.get("d2t")
         self.ids = torch.arange(len(head)) if d2t is None else torch.arange(len(d2t)) + d2t
@@ -61,7 +62,7 @@ class GoldenEagle:
         )
         norm = self.w.get(f"{MID}self_attn.{name}_norm.weight")
         x = x if norm is None else rms(x, norm, self.eps)
-        return x if positions is None else rope(x, positions, self.theta)
+        return x if positions is None else rope(x, positions / self.stretch, self.theta)
 
     def rows(self, captures: Tensor, tokens: Sequence[int]) -> Tensor:
         """Draft rows of positions 0..T-1 [T, 2, heads, hd]; tokens x_0..x_T (T+1 of them)."""

@@ -85,6 +85,10 @@ OPTIONS = {
     "own head": (("lm_head.weight",), {}),
     "own embedding": (("embed_tokens.weight",), {}),
     "own theta": ((), {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
+    "own RoPE scaling": (
+        (),
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 50.0, "factor": 4.0}},
+    ),
     "own head, reduced": (
         ("lm_head.weight",),
         {"draft_vocab_size": 16, "used": [*range(0, 32, 2)]},

@@ -340,6 +340,10 @@ REFUSED = {
     "parallel drafting": (_edit(parallel_drafting=True), ["parallel_drafting"]),
     "two norms before fc": (_edit(fc_norm=True, norm_before_fc=True), ["exclude"]),
     "no hidden size": (_edit(hidden_size=None), ["hidden_size"]),
+    "no input norm": (
+        _edit(eagle_config={"use_input_layernorm_in_first_layer": False}),
+        ["use_input_layernorm_in_first_layer"],
+    ),
     "features of the last layer only": (
         _edit(eagle_config={"use_aux_hidden_state": False}),
         ["use_aux_hidden_state"],
