@@ -33,6 +33,8 @@ NUM_GREEDY = 16
 """Screened candidates scored again for a greedy draft (the best two matter)."""
 NUM_SAMPLED = 256
 """Screened candidates scored again for a sampled draft; the rest keep their screened logits."""
+_ROWS_AT_ONCE = 16384
+"""Rows quantised at a time, so that a large head is not held in float32 as a whole."""
 
 
 @dataclass(slots=True)
@@ -109,8 +111,9 @@ class DraftHead:
         wanted = weight.device.type == "cpu" and len(weight) >= 4096 if screen is None else screen
         self._screen: tuple[Tensor, Tensor] | None = None
         if wanted and hasattr(torch, "_weight_int8pack_mm"):
-            values, scale = quantised(weight)
-            self._screen = (values, scale.bfloat16())
+            parts = [quantised(rows) for rows in weight.split(_ROWS_AT_ONCE)]
+            values, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+            self._screen = (values, scales.bfloat16())
 
     def choose(
         self,
