@@ -7,24 +7,30 @@ such slots, each once, and no others. This module allocates no pages and knows n
     pool    page 0                          page 1
             [layer 0: keys S, values S][layer 1: keys S, values S] ... [layer 0: ...
     gather  segment A: its key pages, its value pages; segment B: its key pages, ...
-            one index_select a layer into one buffer, so the views the kernel reads never change
+            one index_select a round into one buffer, so the views the kernel reads never change
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tandemkv.base.errors import ConfigError, InvariantError
-from tandemkv.base.spans import Span, SpanSet
+from tandemkv.base.spans import Span
 from tandemkv.kv.layout import LayerGroup, Role
+from tandemkv.model.attention_plan import AttentionSegment, ReadPlan, plan_read
+
+__all__ = ["AttentionSegment", "GroupRows", "KVPool"]
 
 _PACKED_ROWS = 16
 """Up to this many rows of a segment, packing query heads onto their key head is faster on CPU."""
+
+_ROUND_BYTES = 2**20
+"""Pages gathered before they are read, so that they are still in the core's cache when they are."""
 
 
 class KVPool:
@@ -47,7 +53,8 @@ class KVPool:
         if group.roles != (Role.KEY, Role.VALUE):
             roles = ", ".join(group.roles)
             raise ConfigError(f"layer group {group.name!r} holds {roles}: only key, value is paged")
-        shape = (num_pages, len(group.layers), 2, group.page_size, *_row_shape(group))
+        kv_shape = (group.num_kv_heads, group.head_dim)
+        shape = (num_pages, len(group.layers), 2, group.page_size, *kv_shape)
         dtype = getattr(torch, group.dtype)
         try:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
@@ -87,27 +94,8 @@ class KVPool:
 
 
 @dataclass(slots=True)
-class AttentionSegment:
-    """One sequence's consecutive rows in a packed batch.
-
-    row_start, row_stop: rows of the batch. slot: slot of row_start; rows are consecutive slots.
-    pages: page table (index slot // page_size, -1 not held). readable: covered slots. writes:
-    slots to write; those of this segment's rows become readable in this pass. causal: a query sees
-    slots up to its own; otherwise every readable slot from the start of its window.
-    """
-
-    row_start: int
-    row_stop: int
-    slot: int
-    pages: Sequence[int]
-    readable: Iterable[Span]
-    writes: Iterable[Span]
-    causal: bool = True
-
-
-@dataclass(slots=True)
 class _Read:
-    """A segment's read: keys and values are fixed views of the gather buffer."""
+    """A segment's read, bound: keys and values are views of the buffer, the same for all layers."""
 
     row_start: int
     row_stop: int
@@ -119,16 +107,23 @@ class _Read:
     tiled: Tensor | None = None  # the mask of packed rows [groups * Tq, T], made by the first layer
 
 
-@dataclass(slots=True)
-class _Plan:
-    """Index lists that grow segment by segment; all in layer 0, in pool or buffer rows."""
+class _Round:
+    """Segments whose pages are gathered together: as many as the buffer keeps near the core."""
 
-    write_rows: list[int] = field(default_factory=list)  # rows of the batch
-    write_slots: list[int] = field(default_factory=list)  # rows of slots_as_rows
-    gather: list[int] = field(default_factory=list)  # rows of pages_as_rows
-    dead: list[int] = field(default_factory=list)  # slot rows of the buffer that nobody may read
-    blind: list[int] = field(default_factory=list)  # rows of the batch that see no slot at all
-    reads: list[tuple] = field(default_factory=list)
+    __slots__ = ("dead", "gather", "plans", "reads", "view")
+
+    def __init__(self) -> None:
+        self.gather: list[int] = []  # rows of pages_as_rows in layer 0: one to a row of the buffer
+        self.plans: list[tuple[AttentionSegment, ReadPlan, int]] = []
+        self.reads: list[_Read] = []
+        self.view: Tensor  # the part of the buffer that is filled
+        self.dead: Tensor | None = None  # slot rows of the buffer that nobody may read
+
+    def add(self, segment: AttentionSegment, plan: ReadPlan, rows: list[int]) -> None:
+        """rows: where the plan's pages have their keys; values follow one row later."""
+        self.plans.append((segment, plan, len(self.gather)))
+        self.gather.extend(rows)
+        self.gather.extend([row + 1 for row in rows])
 
 
 class GroupRows:
@@ -140,10 +135,9 @@ class GroupRows:
 
     __slots__ = (
         "_blind",
-        "_buffer",
-        "_dead",
         "_gather",
-        "_reads",
+        "_rounds",
+        "_sizes",
         "_whole",
         "_write_all",
         "_write_rows",
@@ -157,26 +151,30 @@ class GroupRows:
         self.pool = pool
         self.bytes_gathered = 0
         self.num_rows = max((s.row_stop for s in segments), default=0)
-        plan = _Plan()
+        self._rounds: list[_Round] = []
+        rows: list[int] = []
+        slots: list[int] = []
+        blind: list[int] = []
         for segment in segments:
-            writes = _plan_writes(plan, pool, segment)
-            if segment.row_stop > segment.row_start:
-                _plan_read(plan, pool, segment, writes)
-        self._write_all = plan.write_rows == list(range(self.num_rows))
-        self._write_rows = self._index(plan.write_rows)
-        size = pool.group.page_size
-        self._write_slots = self._per_layer(plan.write_slots, 2 * size)
-        self._gather = self._per_layer(plan.gather, 2)
-        self._buffer = pool.buffer(len(plan.gather))
-        self._dead = self._index(plan.dead) if plan.dead else None
-        self._blind = self._index(plan.blind) if plan.blind else None
-        self._reads = [self._bind(*read) for read in plan.reads]
-        self._whole = len(plan.reads) == 1 and plan.reads[0][:2] == (0, self.num_rows)
+            written = segment.written()
+            self._plan_writes(segment, written, rows, slots)
+            if segment.num_rows:
+                blind.extend(self._plan_read(segment, written))
+        self._write_all = rows == list(range(self.num_rows))
+        self._write_rows = self._index(rows)
+        self._write_slots = self._per_layer(slots, 2 * pool.group.page_size)
+        self._sizes = [len(r.gather) for r in self._rounds]
+        self._gather = self._per_layer([row for r in self._rounds for row in r.gather], 2)
+        self._blind = self._index(blind) if blind else None
+        self._bind(pool.buffer(max(self._sizes, default=0)))
+        reads = [read for r in self._rounds for read in r.reads]
+        alone = len(reads) == 1 and (reads[0].row_start, reads[0].row_stop) == (0, self.num_rows)
+        self._whole = reads[0] if alone and not blind else None
 
     @property
     def pages_read(self) -> int:
         """Pages whose keys and values one layer's read copies."""
-        return len(self._buffer) // 2
+        return sum(self._sizes) // 2
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the rows whose slot is in `writes`. k, v: [R, Hkv, hd]."""
@@ -200,14 +198,16 @@ class GroupRows:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend. q [R, H, hd] -> [R, H, hd]; scale defaults to hd ** -0.5; sinks [H]."""
-        if self._gather is not None:
-            self._copy_pages(layer)
-        if self._whole and self._blind is None:
-            return _attend(self._reads[0], q, scale, softcap, sinks)
+        if self._whole is not None:
+            self._copy_pages(self._rounds[0], self._gather[layer])
+            return _attend(self._whole, q, scale, softcap, sinks)
         out = torch.zeros_like(q)
-        for read in self._reads:
-            rows = slice(read.row_start, read.row_stop)
-            out[rows] = _attend(read, q[rows], scale, softcap, sinks)
+        indices = self._gather[layer].split(self._sizes) if self._rounds else ()
+        for batch, index in zip(self._rounds, indices, strict=True):
+            self._copy_pages(batch, index)
+            for read in batch.reads:
+                rows = slice(read.row_start, read.row_stop)
+                out[rows] = _attend(read, q[rows], scale, softcap, sinks)
         if self._blind is not None:
             out.index_fill_(0, self._blind, 0.0)
         return out
@@ -227,12 +227,74 @@ class GroupRows:
         self.write(layer, k, v)
         return self.read(layer, q, scale=scale, softcap=softcap, sinks=sinks)
 
-    def _copy_pages(self, layer: int) -> None:
-        torch.index_select(self.pool.pages_as_rows, 0, self._gather[layer], out=self._buffer)
-        self.bytes_gathered += self._buffer.nbytes
-        if self._dead is not None:
-            heads, dim = _row_shape(self.pool.group)
-            self._buffer.view(-1, heads * dim).index_fill_(0, self._dead, 0.0)
+    def _copy_pages(self, batch: _Round, index: Tensor) -> None:
+        torch.index_select(self.pool.pages_as_rows, 0, index, out=batch.view)
+        self.bytes_gathered += batch.view.nbytes
+        if batch.dead is not None:
+            row = batch.view.shape[1] // self.pool.group.page_size
+            batch.view.view(-1, row).index_fill_(0, batch.dead, 0.0)
+
+    def _plan_writes(
+        self, segment: AttentionSegment, written: list[Span], rows: list[int], slots: list[int]
+    ) -> None:
+        """Append the rows of the batch to write and, in rows of slots_as_rows, where to."""
+        group = self.pool.group
+        size, per_page = group.page_size, 2 * len(group.layers) * group.page_size
+        for start, stop in written:
+            offset = segment.row_start - segment.slot
+            rows.extend(range(start + offset, stop + offset))
+            for slot in range(start, stop):
+                page = _held(segment.pages, slot // size)
+                slots.append(page * per_page + slot % size)
+
+    def _plan_read(self, segment: AttentionSegment, written: list[Span]) -> list[int]:
+        """Put the segment in a round; returns the rows of the batch that see nothing."""
+        group = self.pool.group
+        plan = plan_read(segment, written, group.page_size, group.window)
+        if plan.numbers:
+            per_page = 2 * len(group.layers)
+            pages = [_held(segment.pages, number) * per_page for number in plan.numbers]
+            self._round(len(pages)).add(segment, plan, pages)
+        return [segment.row_start + row for row in plan.blind]
+
+    def _round(self, num_pages: int) -> _Round:
+        """The last round if it has room, else a new one; a large segment has one of its own."""
+        row_bytes = self.pool.pages_as_rows.shape[1] * self.pool.data.element_size()
+        if self._rounds:
+            filled = len(self._rounds[-1].gather) + 2 * num_pages
+            if filled * row_bytes <= _ROUND_BYTES:
+                return self._rounds[-1]
+        self._rounds.append(_Round())
+        return self._rounds[-1]
+
+    def _bind(self, buffer: Tensor) -> None:
+        """Turn plans into views of the buffer, which all rounds fill from its first row."""
+        group = self.pool.group
+        for batch in self._rounds:
+            batch.view = buffer[: len(batch.gather)]
+            dead: list[int] = []
+            for segment, plan, first in batch.plans:
+                num_slots = len(plan.numbers) * group.page_size
+                keys = first * group.page_size  # where the plan's axis begins, in slot rows
+                dead.extend(keys + place for place in plan.dead)
+                dead.extend(keys + num_slots + place for place in plan.dead)
+                batch.reads.append(self._read_of(segment, plan, buffer[first:], num_slots))
+            batch.dead = self._index(dead) if dead else None
+
+    def _read_of(
+        self, segment: AttentionSegment, plan: ReadPlan, buffer: Tensor, num_slots: int
+    ) -> _Read:
+        """buffer: begins where the plan's keys are gathered; its values follow them."""
+        group = self.pool.group
+        slots = buffer.view(-1, group.num_kv_heads, group.head_dim)[: 2 * num_slots]
+        pair = slots.view(2, num_slots, group.num_kv_heads, group.head_dim)
+        k, v = pair[:, plan.keys[0] : plan.keys[1]].transpose(1, 2).unsqueeze(1).unbind(0)
+        mask = plan.mask
+        if mask is not None:
+            bias = torch.zeros(mask.shape, dtype=self.pool.data.dtype)
+            mask = bias.masked_fill_(~mask, float("-inf")).to(self.pool.data.device)
+        packed = not plan.causal and segment.num_rows <= _PACKED_ROWS
+        return _Read(segment.row_start, segment.row_stop, k, v, mask, plan.causal, packed)
 
     def _index(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.pool.data.device)
@@ -244,137 +306,12 @@ class GroupRows:
         shift = torch.arange(len(self.pool.group.layers), device=self.pool.data.device) * stride
         return (self._index(values) + shift[:, None]).unbind(0)
 
-    def _bind(self, start: int, stop: int, first: int, num: int, keys: Span, mask, causal) -> _Read:
-        """Views of the buffer for a read of `num` pages gathered from buffer row `first`."""
-        heads, dim = _row_shape(self.pool.group)
-        pages = self._buffer[first : first + 2 * num].view(2, -1, heads, dim)
-        k, v = pages[:, keys[0] : keys[1]].transpose(1, 2).unsqueeze(1).unbind(0)
-        if mask is not None:
-            bias = torch.zeros(mask.shape, dtype=self.pool.data.dtype)
-            mask = bias.masked_fill_(~mask, float("-inf")).to(self.pool.data.device)
-        packed = not causal and stop - start <= _PACKED_ROWS
-        return _Read(start, stop, k, v, mask, causal, packed)
-
-
-def _row_shape(group: LayerGroup) -> tuple[int, int]:
-    return group.num_kv_heads, group.head_dim
-
 
 def _held(pages: Sequence[int], number: int) -> int:
     page = pages[number] if number < len(pages) else -1
     if page < 0:
         raise InvariantError(f"page {number} of the table is used but not held")
     return page
-
-
-def _plan_writes(plan: _Plan, pool: KVPool, segment: AttentionSegment) -> list[Span]:
-    """Append the segment's writes, clipped to its rows; returns the clipped spans."""
-    size, per_page = pool.group.page_size, 2 * len(pool.group.layers) * pool.group.page_size
-    first, last = segment.slot, segment.slot + segment.row_stop - segment.row_start
-    clipped = [(max(a, first), min(b, last)) for a, b in segment.writes]
-    clipped = [(a, b) for a, b in clipped if a < b]
-    for start, stop in clipped:
-        offset = segment.row_start - first
-        plan.write_rows.extend(range(start + offset, stop + offset))
-        for slot in range(start, stop):
-            page = _held(segment.pages, slot // size)
-            plan.write_slots.append(page * per_page + slot % size)
-    return clipped
-
-
-def _plan_read(
-    plan: _Plan, pool: KVPool, segment: AttentionSegment, writes: Iterable[Span]
-) -> None:
-    """Append the segment's gather and the read of it."""
-    group, num_rows = pool.group, segment.row_stop - segment.row_start
-    low = 0 if group.window is None else max(0, segment.slot - group.window + 1)
-    visible = SpanSet(segment.readable)
-    for start, stop in writes:
-        visible.add(start, stop)
-    high = segment.slot + num_rows if segment.causal else visible.stop
-    spans = visible.within(low, high)
-    if not spans:
-        plan.blind.extend(range(segment.row_start, segment.row_stop))
-        return
-    numbers = _page_numbers(spans, group.page_size)
-    first = len(plan.gather)
-    base = [_held(segment.pages, number) * 2 * len(group.layers) for number in numbers]
-    plan.gather.extend(base)
-    plan.gather.extend(row + 1 for row in base)
-    if len(spans) == 1:
-        origin = numbers[0] * group.page_size
-        keys = (spans[0][0] - origin, spans[0][1] - origin)
-        mask, causal = _mask_of_span(segment, group.window, spans[0], num_rows)
-    else:
-        slots, live = _slots_of_pages(numbers, spans, group.page_size)
-        keys, causal = (0, len(slots)), False
-        mask = _visible(segment, group.window, slots, num_rows) & live
-        dead = (~live).nonzero().flatten() + first * group.page_size
-        plan.dead.extend(dead.tolist())
-        plan.dead.extend((dead + len(slots)).tolist())
-    if mask is not None:
-        mask = _mend_blind_rows(plan, segment.row_start, mask)
-    plan.reads.append(
-        (segment.row_start, segment.row_stop, first, len(numbers), keys, mask, causal)
-    )
-
-
-def _page_numbers(spans: Sequence[Span], size: int) -> list[int]:
-    """Table indices of the pages that hold any slot of the spans, each once, in order."""
-    numbers: list[int] = []
-    for start, stop in spans:
-        low = start // size
-        if numbers and numbers[-1] == low:
-            low += 1
-        numbers.extend(range(low, (stop - 1) // size + 1))
-    return numbers
-
-
-def _mask_of_span(
-    segment: AttentionSegment, window: int | None, span: Span, num_rows: int
-) -> tuple[Tensor | None, bool]:
-    """(mask, top-left causal) for keys that are exactly the slots of one span."""
-    last = segment.slot + num_rows - 1
-    windowed = window is not None and span[0] < last - window + 1
-    if not windowed:
-        if num_rows == 1 or not segment.causal:
-            return None, False
-        if span == (segment.slot, last + 1):
-            return None, True
-    return _visible(segment, window, torch.arange(*span), num_rows), False
-
-
-def _slots_of_pages(
-    numbers: Sequence[int], spans: Sequence[Span], size: int
-) -> tuple[Tensor, Tensor]:
-    """Slots [T] that the gathered pages hold, and whether each lies in a span [T]."""
-    slots = (torch.tensor(numbers)[:, None] * size + torch.arange(size)).flatten()
-    live = torch.zeros(len(slots), dtype=torch.bool)
-    for start, stop in spans:
-        live |= (slots >= start) & (slots < stop)
-    return slots, live
-
-
-def _visible(segment: AttentionSegment, window: int | None, slots: Tensor, num_rows: int) -> Tensor:
-    """[num_rows, T]: whether a row's query may see a slot, by causality and window alone."""
-    queries = segment.slot + torch.arange(num_rows)[:, None]
-    seen = torch.ones(num_rows, len(slots), dtype=torch.bool)
-    if segment.causal:
-        seen &= slots <= queries
-    if window is not None:
-        seen &= slots > queries - window
-    return seen
-
-
-def _mend_blind_rows(plan: _Plan, row_start: int, mask: Tensor) -> Tensor | None:
-    """Rows that see nothing get a finite softmax; their output is zeroed. All True: no mask."""
-    if bool(mask.all()):
-        return None
-    blind = ~mask.any(1)
-    if bool(blind.any()):
-        plan.blind.extend((blind.nonzero().flatten() + row_start).tolist())
-        mask = mask | blind[:, None]
-    return mask
 
 
 def _attend(
