@@ -262,7 +262,7 @@ class Driver:
         seq = live.seq
         for g in self.layout.draft_groups:
             ahead = self.layout.groups[g].lookahead
-            low = max(seq.committed, ahead, seq.first_block[g] * BLOCK)
+            low = max(seq.committed, ahead, seq.first_block[g] * self.layout.block_size)
             for s in range(low, rows + (ahead if ahead < 2 else 0)):
                 done = s in seq.coverage[g] or any(a <= s < b for a, b in written[g])
                 if not done:
@@ -457,6 +457,30 @@ def random_walk(name: str, seed: int, steps: int = 80) -> Driver:
     driver = Driver(chosen, pools, prefix_caching=rng.random() < 0.95)
     driver.walk(rng, steps)
     return driver
+
+
+def random_layout(rng: random.Random) -> Layout:
+    """Any block and page sizes, windows down to one token, several groups of both domains."""
+    block = rng.choice([1, 2, 4, 8])
+    pages = [page for page in (1, 2, 4, 8) if page <= block]
+    windows = [None, None, 1, 2, 3, 5, 9]
+    groups = [
+        group(f"t{i}", T, rng.choice(pages), rng.choice(windows)) for i in range(rng.choice([1, 2]))
+    ]
+    for i in range(rng.choice([0, 1, 1, 2])):
+        hidden = rng.random() < 0.7
+        groups.append(
+            group(
+                f"d{i}",
+                D,
+                rng.choice(pages),
+                rng.choice(windows),
+                lookahead=rng.choice([0, 1, 1, 2]) if hidden else 0,
+                pointwise=hidden and rng.random() < 0.6,
+                rebuild_from=HIDDEN if hidden else TOKENS,
+            )
+        )
+    return layout(*groups, block=block)
 
 
 def pools_for(layout: Layout, tokens: int) -> list[int]:

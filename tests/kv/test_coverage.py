@@ -70,6 +70,16 @@ EAGLE = layout(group("t", T, 4), group("d", D, 2, lookahead=1, pointwise=True))
 BLOCK_DRAFTER = layout(group("t", T, 16), group("d", D, 4, 16, pointwise=True), block=16)
 
 
+def test_a_windowed_drafter_that_looks_ahead_needs_its_window_and_no_page_more():
+    """n = 16, page 4, W = 4, lookahead 1: slots [13, 16), and slot 16 with the next step."""
+    drafter = group("d", D, 4, 4, lookahead=1, pointwise=True)
+    assert drafter.first_needed(16) == 13
+    chosen = layout(group("t", T, 4), drafter)
+    lacking = [SpanSet([(0, 16)]), SpanSet([(14, 16)])]
+    assert plan_claim(chosen, lacking, 16, resume=True).holes == ((12, 13),)
+    assert plan_claim(chosen, [lacking[0], SpanSet([(13, 16)])], 16, resume=True).holes == ()
+
+
 def test_a_full_hit_recomputes_the_lookahead_and_one_token():
     plan = plan_claim(EAGLE, [SpanSet([(0, 64)]), SpanSet([(1, 64)])], 64)
     assert plan.end == 63

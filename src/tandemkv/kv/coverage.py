@@ -110,6 +110,7 @@ def plan_claim(
     found: Sequence[SpanSet],
     num_rows: int,
     *,
+    matched: int | None = None,
     resume: bool = False,
     policy: str = "exact",
     expected_tokens: int = 0,
@@ -118,6 +119,7 @@ def plan_claim(
 ) -> ClaimPlan:
     """Plan a claim of num_rows rows when `found` (per group, in slots) is in the tree.
 
+    matched: tokens found in the tree, where the match ends at the latest (default: no limit).
     resume: the token at num_rows is known, so all rows may be found and no logits are wanted.
     withheld: reason for which draft holes are neither filled nor weighed (fault injection).
     """
@@ -126,7 +128,8 @@ def plan_claim(
             f"claim_policy must be one of {', '.join(POLICIES)}, got {policy!r}",
             param="claim_policy",
         )
-    end = match_end(layout, found, num_rows if resume else max(0, num_rows - 1))
+    limit = num_rows if resume else max(0, num_rows - 1)
+    end = match_end(layout, found, limit if matched is None else min(limit, matched))
     tail = (max(0, end - layout.lookahead), num_rows)
     holes = _Holes(layout, found, num_rows, end, tail[0])
     for g in layout.draft_groups:

@@ -152,6 +152,7 @@ class KVManager:
             self.layout,
             coverage,
             ask.num_rows,
+            matched=len(found.nodes) * self.layout.block_size if full_only else found.end,
             resume=ask.resume,
             policy=ask.policy,
             expected_tokens=ask.expected_tokens,
