@@ -336,3 +336,19 @@ def test_serve_answers_and_ends_on_a_signal(tiny):
         finally:
             server.send_signal(signal.SIGINT)
         assert server.wait(60) == 0
+
+
+def test_an_interrupted_experiment_writes_what_it_finished(tiny, tmp_path):
+    prompts, found = tmp_path / "p.jsonl", tmp_path / "rows.json"
+    prompts.write_text("".join(f'{{"prompt": "text {i} {i} {i}"}}\n' for i in range(12)))
+    code = "from tandemkv.cli import main; main()"
+    lab = ["--drafter", "ngram", "--prompts", str(prompts), "--max-tokens", "200", "--no-plain"]
+    command = [sys.executable, "-c", code, "acceptance", *tiny, *lab, "--json", str(found)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        line = next(line for line in process.stderr if line.startswith("ngram: warm"))
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(60) == 130, line + rest
+    content = json.loads(found.read_text())
+    assert [row["path"] for row in content["rows"]] == ["cold"]
+    assert content["provenance"]["interrupted"]

@@ -114,13 +114,13 @@ def sentences(rows: Sequence[Row]) -> list[str]:
         warm = by_key.get((drafter, "warm"))
         if path == WITHHELD and warm is not None:
             out.append(_loss(warm, row))
-        elif path == "cold" and row.tokens_per_s_plain:
+        elif path == ("cold" if warm is None else "warm") and row.tokens_per_s_plain:
             ratio = row.tokens_per_s / row.tokens_per_s_plain
             out.append(
-                f"With {drafter} the cold run, all prompts at once, is {ratio:.2f} times as fast as"
+                f"With {drafter} the {path} run, prompts batched, is {ratio:.2f} times as fast as"
                 " without a drafter."
             )
-        elif row.fault:
+        if row.fault and path not in (WITHHELD, "cold"):
             out.append(
                 f"With the fault {row.fault}, {drafter} drafts at"
                 f" {_number(row.al_ratio_to_cold, '.1%')} of the cold AL on path {path_name(path)}."
@@ -149,6 +149,8 @@ def verdict(rows: Sequence[Row], *, judged: bool = True) -> tuple[bool, str]:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         return False, f"parity broken: {problems[0]}{more}"
     checked = [row for row in rows if row.fault is None and row.path != "cold"]
+    if any(row.fault and row.path != WITHHELD for row in rows):
+        return True, "A fault was asked for, so parity is not judged."
     if not checked:
         return True, "No path was compared with a cold run."
     steps = sum(row.steps_compared for row in checked)
