@@ -94,7 +94,7 @@ def chat(given: SimpleNamespace) -> None:
     while (text := _ask()) is not None:
         message = {"role": "user", "content": text}
         if prompt:
-            prompt = encoder.extend(messages, text, prompt, output)
+            prompt = encoder.extend(messages[:-1], text, prompt, output)
         else:
             prompt = encoder.opening([*messages, message])
         try:

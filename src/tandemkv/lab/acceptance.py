@@ -171,7 +171,13 @@ class Experiment:
     def _phase(self, engine: Engine, name: str, jobs: list[Job], *, suspend: bool = False) -> Run:
         drafter = engine.drafter.spec.method if engine.drafter else "no drafter"
         self.progress.phase(f"{drafter}: {name}", sum(job.max_tokens for job in jobs))
-        return run(engine, jobs, suspend=suspend, keep_rows=True, on_tokens=self.progress.advance)
+        return run(
+            engine,
+            jobs,
+            suspend=suspend,
+            keep_rows=self._paths != ("cold",),
+            on_tokens=self.progress.advance,
+        )
 
     def _first_turns(self, engine: Engine) -> list[Job]:
         if "first" not in self._turns:
