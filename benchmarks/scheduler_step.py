@@ -2,9 +2,10 @@
 
 Law: the scheduler, the cache and their bookkeeping are the real ones; the model step is replaced by
 a function that makes tokens up at a fixed acceptance. Times are medians over steps of a batch that
-only decodes, in CPU time of the thread, so that a busy machine does not count (wall time beside
-it); the model step to compare with is measured elsewhere and given (`--model-step-ms`). This
-script does not measure the model.
+only decodes, in CPU time, so that a busy machine does not count (wall time beside it). The model
+step to compare with is measured in the same run: the embedded default without a drafter, one row
+for each request, the least that a step can cost; its CPU time on one thread, shared out over the
+cores. This script tunes nothing.
 
     python benchmarks/scheduler_step.py --json FILE
 """
@@ -12,23 +13,19 @@ script does not measure the model.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
+import os
 import random
 import statistics
-import sys
 import time
 from pathlib import Path
 
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.kv.layout import Domain, LayerGroup, Layout
 from tandemkv.kv.manager import KVManager
+from tandemkv.lab.provenance import write_figures
 from tandemkv.sched.batch import Segment, SegmentResult, StepPlan, StepResult
 from tandemkv.sched.request import Request
 from tandemkv.sched.scheduler import Scheduler
-
-MODEL_STEP_MS = 70.0
-"""A verify step of 64 requests of the embedded default on two CPU cores takes more than this."""
 
 
 def layout() -> Layout:
@@ -120,33 +117,55 @@ def measure(num_running: int, prompt: int, steps: int, k: int) -> dict[str, floa
     }
 
 
+def model_step_ms(num_running: int, steps: int = 5) -> float:
+    """Median over decode steps of `num_running` requests on the embedded default."""
+    from tandemkv.base.config import EngineConfig
+    from tandemkv.engine.engine import Engine
+
+    engine = Engine.from_config(
+        EngineConfig(drafter="none", max_running=num_running, max_batch_tokens=2048, threads=1)
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=steps + 4, ignore_eos=True)
+    draw = random.Random(1)
+    for _ in range(num_running):
+        engine.add([draw.randrange(1000, 9000) for _ in range(8)], params)
+    spent: list[float] = []
+    run = engine.runner.run
+
+    def timed(plan: StepPlan) -> StepResult:
+        start = time.thread_time()
+        result = run(plan)
+        if len(plan.segments) == num_running and all(s.verify for s in plan.segments):
+            spent.append(time.thread_time() - start)
+        return result
+
+    engine.runner.run = timed
+    while engine.has_work and len(spent) < steps:
+        engine.step()
+    return 1e3 * statistics.median(spent) / len(os.sched_getaffinity(0))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--running", type=int, default=64, help="decoding requests in a step")
     parser.add_argument("--prompt", type=int, default=512, help="prompt tokens of each")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--num-draft-tokens", type=int, default=4)
-    parser.add_argument("--model-step-ms", type=float, default=MODEL_STEP_MS)
+    parser.add_argument("--model-step-ms", type=float, help="do not measure it, take this")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     figures = measure(args.running, args.prompt, args.steps, args.num_draft_tokens)
+    model = args.model_step_ms or model_step_ms(args.running)
     figures |= {
         "running": args.running,
-        "model_step_ms": args.model_step_ms,
-        "share_of_model_step": figures["step_ms"] / args.model_step_ms,
+        "model_step_ms": model,
+        "share_of_model_step": figures["step_ms"] / model,
         "limit_share": 0.1,
     }
     for name, value in figures.items():
         print(f"{name:22} {value:10.3f}")
     if args.json:
-        provenance = {
-            "script": "benchmarks/scheduler_step.py",
-            "python": sys.version.split()[0],
-            "machine": platform.machine(),
-            "arguments": {k: v for k, v in vars(args).items() if k != "json"},
-        }
-        document = {"schema": 1, "provenance": provenance, "figures": figures}
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_figures(args.json, figures)
 
 
 if __name__ == "__main__":
