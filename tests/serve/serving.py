@@ -106,13 +106,24 @@ def joined(events: list[Any]) -> dict[int, dict[str, Any]]:
     return out
 
 
+class Score(float):
+    """A log probability: a prompt found in the cache ran in other batches than one computed."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and abs(self - other) <= 1e-4
+
+    __hash__ = float.__hash__
+
+
 def entries(choice: dict[str, Any]) -> list[Any]:
-    """The log probability entries of a chat or completion choice."""
+    """The log probability entries of a chat or completion choice, with Scores for floats."""
     logprobs = choice["logprobs"] or {}
     if "tokens" in logprobs:
         fields = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        return list(zip(*(logprobs[field] for field in fields), strict=True))
-    return logprobs.get("content", [])
+        found = [list(entry) for entry in zip(*(logprobs[f] for f in fields), strict=True)]
+    else:
+        found = logprobs.get("content", [])
+    return json.loads(json.dumps(found), parse_float=Score)
 
 
 def whole(response: dict[str, Any]) -> dict[int, dict[str, Any]]:

@@ -67,13 +67,6 @@ def test_every_sampling_field_reaches_the_parameters() -> None:
         assert params.max_tokens == 9
 
 
-def test_the_servers_claim_policy_holds_unless_a_request_names_one() -> None:
-    limits = Limits("tiny", 64, 100, claim_policy="auto")
-    body = {"messages": HELLO}
-    assert parse_chat(body, limits).params.claim_policy == "auto"
-    assert parse_chat({**body, "claim_policy": "exact"}, limits).params.claim_policy == "exact"
-
-
 def test_null_means_absent_for_every_field() -> None:
     nothing = dict.fromkeys(fields.CHAT_FIELDS - {"messages"}, None)
     assert chat(**nothing, **dict.fromkeys(fields.NOT_OFFERED, None)) == chat()
