@@ -81,9 +81,7 @@ def test_a_parameter_means_the_same_with_and_without_a_drafter(
     sent |= {"return_token_ids": True, **asked}
     speculated = whole(server.http.post(TEXT, json=sent).json())[0]
     plain = whole(plain_server.http.post(TEXT, json=sent).json())[0]
-    scores = [[e[1] for e in answer.pop("logprobs")] for answer in (speculated, plain)]
     assert speculated == plain
-    assert scores[0] == pytest.approx(scores[1], abs=1e-4)
 
 
 def test_special_tokens_are_shown_on_request(server: Running) -> None:
