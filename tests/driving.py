@@ -7,7 +7,7 @@ walk share them. After every operation all laws are recomputed and every publish
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from tandemkv.kv.intent import PageCopy
 from tandemkv.kv.keys import Namespace
 from tandemkv.kv.layout import Domain, LayerGroup, Layout, RebuildFrom
 from tandemkv.kv.manager import KVManager
+from tandemkv.kv.pool import Usage
 from tandemkv.kv.sequence import Sequence
 
 T, D = Domain.TARGET, Domain.DRAFT
@@ -54,6 +55,9 @@ LAYOUTS = {
     ),
     "target_only": layout(group("t", T, 4)),
 }
+
+
+Spans = Iterable[Iterable[Span]]
 
 
 @dataclass
@@ -128,11 +132,24 @@ class Driver:
         todo = [part for span in plan.compute for part in self._pieces(span)]
         alone = [(g, span) for g, spans in enumerate(plan.draft_compute) for span in spans]
         live = Live(seq, plan, num_rows, todo, alone, gaps, copies=claim.copies)
-        check_claim(self.layout, match.coverage, plan, num_rows, resume, policy)
+        if self.prefix_caching and not dummy:
+            limit = num_rows if resume else num_rows - 1
+            best = best_end(self.layout, match.coverage, min(limit, match.end))
+            assert plan.end == best or (plan.end < best and not self._roomy(before, num_rows))
+        check_claim(plan, num_rows, self.layout.lookahead, policy)
         self.live.append(live)
         if tokens not in self.history:
             self.history.append(tokens)
         return live
+
+    def _roomy(self, usage: list[Usage], num_rows: int) -> bool:
+        """Whether the copies of a whole match fitted beside all it needed."""
+        slots = num_rows + 1 + self.layout.lookahead + 2 * self.layout.block_size
+        copied = max(num_rows, 1)  # at worst every block had a hole
+        return all(
+            (u.free + u.cached) * g.page_size >= slots + copied
+            for u, g in zip(usage, self.layout.groups, strict=True)
+        )
 
     def _pieces(self, span: Span) -> list[Span]:
         size = self.max_span
@@ -415,20 +432,8 @@ def first_needed(group: LayerGroup, n: int) -> int:
     return max(group.lookahead, 0 if group.window is None else n - group.window + 1)
 
 
-def check_claim(
-    layout: Layout,
-    coverage,
-    plan: ClaimPlan,
-    num_rows: int,
-    resume: bool,
-    policy: str,
-) -> None:
-    """The claim rule by brute force: m is the largest possible; no position is run for nothing."""
-    held = [{s for a, b in spans for s in range(a, b)} for spans in coverage]
-    ahead = layout.lookahead
-    # a claim may use less than what matches when copies do not fit; never more
-    best = max(m for m in range(num_rows + resume) if _holds(layout, held, m)) if num_rows else 0
-    assert plan.end <= best
+def check_claim(plan: ClaimPlan, num_rows: int, ahead: int, policy: str) -> None:
+    """No position is run for nothing: the lookahead, the tail and the holes, each once."""
     assert not num_rows or plan.end == num_rows or plan.compute[-1][1] == num_rows
     total = sum(b - a for a, b in plan.compute)
     holes = sum(b - a for a, b in plan.holes)
@@ -438,6 +443,12 @@ def check_claim(
         assert not any(plan.draft_compute)
     for a, b in zip(plan.holes, plan.holes[1:], strict=False):
         assert a[1] < b[0]
+
+
+def best_end(layout: Layout, coverage: Spans, limit: int) -> int:
+    """Where a match can end at the latest, by brute force."""
+    held = [{s for a, b in spans for s in range(a, b)} for spans in coverage]
+    return max(m for m in range(limit + 1) if _holds(layout, held, m))
 
 
 def _holds(layout: Layout, held: list[set[int]], m: int) -> bool:

@@ -57,3 +57,12 @@ def test_only_the_window_of_a_windowed_group_is_held():
     assert live.seq.first_block[1] == 4
     assert live.seq.pages[1][:8] == [-1] * 8
     assert all(page >= 0 for page in live.seq.pages[0])
+
+
+def test_a_windowed_pool_of_the_least_size_still_serves_hits():
+    probe = Driver(LAYOUTS["block_drafter"], [20, 40]).manager
+    least = next(n for n in range(1, 40) if probe._pages_for(probe.layout.groups[1], 99, 0, 0) == n)
+    driver = Driver(LAYOUTS["block_drafter"], [20, least])
+    driver.max_span = 4
+    driver.pass_through([1] * 24)
+    assert driver.pass_through([*([1] * 24), 0]).end == 24

@@ -19,7 +19,7 @@ from tandemkv.kv.manager import KVManager
 from tandemkv.kv.pool import PagePool
 from tandemkv.kv.publish import Publisher
 from tandemkv.kv.sequence import Sequence
-from tandemkv.kv.tree import Found, Run, Tree
+from tandemkv.kv.tree import Run, Tree
 
 Patch = pytest.MonkeyPatch
 FAULTS: dict[str, Callable[[Patch], None]] = {}
@@ -136,21 +136,6 @@ def an_empty_block_stays_in_the_tree(patch: Patch) -> None:
 
 
 # -- room and atomicity -----------------------------------------------------------------------
-
-
-@fault
-def reserve_takes_before_it_knows(patch: Patch) -> None:
-    def reserve(self, seq, num_slots):
-        for g, group in enumerate(self.layout.groups):
-            need = -(-(num_slots + group.lookahead) // group.page_size) - len(seq.pages[g])
-            if need > self.pools[g].available:
-                return False
-            if need > 0:
-                self._make_room(g, need)
-                self.pools[g].take(need)
-        return False
-
-    around(patch, KVManager, "reserve", lambda original, *args: original(*args) or reserve(*args))
 
 
 @fault
@@ -279,15 +264,14 @@ def a_partial_match_is_one_token_too_long(patch: Patch) -> None:
 
 
 @fault
-def a_partial_match_is_not_clipped(patch: Patch) -> None:
-    def cover(original, self, group, **kwargs):
-        out = original(self, group, **kwargs)
-        run = self.partial.runs[group] if self.partial else None
-        for a, b in run.spans if run else ():
-            out.add(a, b)
-        return out
+def a_partial_match_is_taken_whole(patch: Patch) -> None:
+    def match(original, self, packed, namespace):
+        found = original(self, packed, namespace)
+        if found.partial is not None:
+            found.end = min(found.partial.stop, len(packed) // 4)
+        return found
 
-    around(patch, Found, "coverage", cover)
+    around(patch, Tree, "match", match)
 
 
 @fault
@@ -452,7 +436,21 @@ def test_every_seeded_fault_is_caught(name):
     assert caught(FAULTS[name]) is not None
 
 
-# -- faults that cost speed alone: no read is wrong, so a unit test must see them ----------------
+# -- faults that cost room or speed: no read is wrong, so a unit test must see them --------------
+
+
+def reserve_takes_before_it_knows(patch: Patch) -> None:
+    def reserve(self, seq, num_slots):
+        for g, group in enumerate(self.layout.groups):
+            need = -(-(num_slots + group.lookahead) // group.page_size) - len(seq.pages[g])
+            if need > self.pools[g].available:
+                return False
+            if need > 0:
+                self._make_room(g, need)
+                self.pools[g].take(need)
+        return False
+
+    around(patch, KVManager, "reserve", lambda original, *args: original(*args) or reserve(*args))
 
 
 def claims_give_up_when_copies_do_not_fit(patch: Patch) -> None:
@@ -519,6 +517,10 @@ def keys_leave_out_the_tags(patch: Patch) -> None:
 
 UNIT_FAULTS = [
     (
+        reserve_takes_before_it_knows,
+        test_manager.test_a_refused_reservation_changes_nothing,
+    ),
+    (
         claims_give_up_when_copies_do_not_fit,
         test_manager.test_a_lone_request_that_fits_an_empty_cache_is_served_from_a_full_one,
     ),
@@ -567,7 +569,7 @@ UNIT_FAULTS = [
 @pytest.mark.parametrize(
     ("patch", "unit_test"), UNIT_FAULTS, ids=[patch.__name__ for patch, _ in UNIT_FAULTS]
 )
-def test_every_fault_that_costs_speed_alone_is_caught(patch, unit_test, monkeypatch):
+def test_every_fault_that_costs_room_or_speed_is_caught(patch, unit_test, monkeypatch):
     unit_test()
     patch(monkeypatch)
     with pytest.raises((AssertionError, InvariantError, KeyError)):

@@ -106,10 +106,13 @@ def intend(
 
 
 def windowed_rows(layout: Layout, group: LayerGroup, end: int, rows: int) -> int:
-    """Rows a claim that ends at `end` makes room for: a windowed group's window, at most."""
+    """Rows a claim that ends at `end` makes room for: a windowed group's window, at most.
+
+    What lies behind the window is not held, so past the first window one block ahead is enough.
+    """
     if group.window is None:
         return max(rows, end)
-    return max(end, min(rows, end + group.window + layout.block_size))
+    return max(end, min(rows, max(end, group.window) + layout.block_size))
 
 
 def _lowest_slot(layout: Layout, g: GroupId, plan: ClaimPlan) -> int:
@@ -152,40 +155,48 @@ def _group_intent(
     full_only: bool,
 ) -> GroupIntent:
     group, block = layout.groups[g], layout.block_size
-    size, per_block = group.page_size, layout.block_size // group.page_size
+    per_block = block // group.page_size
     blocks = -(-plan.end // block)
     first = min(_lowest_slot(layout, g, plan) // block, blocks)
     planned = _planned_writes(group, g, covered, plan, first * block)
     out = GroupIntent(g, first, [], [], blocks * per_block, 0, planned, covered)
-    whole = min(blocks, len(found.nodes))
     low = max(first * block, group.lookahead)
-    if covered.covers(low, blocks * block) and whole == blocks:
+    if covered.covers(low, blocks * block) and blocks <= len(found.nodes):
         out.shares = [node.runs[g] for node in found.nodes[first:blocks]]
     else:
-        tail = (max(plan.tail[0] + group.lookahead, low), plan.tail[1] + group.lookahead)
-        if plan.tail[0] >= plan.tail[1]:
-            tail = (0, 0)
         for b in range(first, blocks):
-            node = found.nodes[b] if b < whole else found.partial
-            run = node.runs[g] if node is not None and covered else None
-            if run is not None and full_only and not run.full:
-                run = None
-            start, stop = b * block, (b + 1) * block
-            writes = b >= whole or (
-                (run is None or not run.full)
-                and bool(
-                    planned.within(start, stop)
-                    or covered.missing(max(start, tail[0]), min(stop, tail[1]))
-                )
-            )
-            if writes and run is not None and not covered.within(start, stop):
-                run = None
-            out.shares.append(None if writes else run)
-            if writes:
-                used = min(stop, plan.end) - start
-                out.own.append(OwnBlock(b, run, -(-used // size)))
+            _place_block(layout, out, found, plan, b, full_only)
         if out.own and out.own[-1].block == blocks - 1:
             out.base = (blocks - 1) * per_block + out.own[-1].count
     room = windowed_rows(layout, group, plan.end, rows) + group.lookahead
-    out.length = max(out.base, -(-room // size))
+    out.length = max(out.base, -(-room // group.page_size))
     return out
+
+
+def _place_block(
+    layout: Layout, out: GroupIntent, found: Found, plan: ClaimPlan, b: int, full_only: bool
+) -> None:
+    """Share block b's run, or take pages of one's own where the plan writes in it."""
+    group, block = layout.groups[out.group], layout.block_size
+    start, stop = b * block, (b + 1) * block
+    partial = b >= len(found.nodes)
+    node = found.partial if partial else found.nodes[b]
+    run = node.runs[out.group] if node is not None and out.covered else None
+    if run is not None and full_only and not run.full:
+        run = None
+    if run is not None and run.full and not partial:
+        out.shares.append(run)
+        return
+    tail = plan.tail[0] + group.lookahead, plan.tail[1] + group.lookahead
+    writes = out.planned.within(start, stop)
+    if plan.tail[0] < plan.tail[1]:
+        low = max(start, tail[0], group.lookahead)
+        writes += out.covered.missing(low, min(stop, tail[1]))
+    if not writes and not partial:
+        out.shares.append(run)
+        return
+    out.shares.append(None)
+    if run is not None and not out.covered.within(start, stop):
+        run = None
+    used = min(stop, plan.end) - start
+    out.own.append(OwnBlock(b, run, -(-used // group.page_size)))
