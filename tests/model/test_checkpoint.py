@@ -102,13 +102,14 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     from tokenizers import pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*letters, *tiny.SPECIAL_TOKENS, *(f"<unused{i}>" for i in range(12)), "he"]
-    kinds = [gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * 15
+    tokens = [*letters, *tiny.SPECIAL_TOKENS, *(f"<unused{i}>" for i in range(11)), "he", "th"]
+    kinds = [gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * 14
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
-    writer.add_token_types([*kinds, gguf.TokenType.NORMAL])
-    writer.add_token_merges(["h e"])
+    writer.add_token_types([*kinds, gguf.TokenType.NORMAL, gguf.TokenType.NORMAL])
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_token_merges(["h e", "t h"])
     writer.add_bos_token_id(257)
     writer.add_eos_token_id(tiny.EOS_TOKEN_ID)
     writer.add_chat_template(tiny.CHAT_TEMPLATE)
