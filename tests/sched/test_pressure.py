@@ -140,6 +140,17 @@ def test_a_head_that_does_not_fit_is_not_overtaken():
     assert first_step(rig, "big") <= first_step(rig, "small")
 
 
+def test_a_claim_refused_for_head_room_is_not_counted():
+    rig = Rig(target_layout(), (12,))
+    rig.add(prompt(20, 1), max_tokens=12, name="running")
+    rig.step()
+    rig.add(prompt(20, 2), max_tokens=4, name="next")  # would leave no page to the first
+    rig.step()
+    assert rig.requests["next"].state == "waiting"
+    assert rig.manager.stats.claims == 1
+    assert rig.manager.stats.prefix_queries_tokens == 20
+
+
 def test_a_resumed_request_stays():
     """Each of five younger requests is suspended at most once: they do not come back too soon."""
     rig = crowd(eagle_layout(), (16, 32), accept=0, num_draft_tokens=2)
@@ -148,7 +159,7 @@ def test_a_resumed_request_stays():
 
 
 def test_without_head_room_they_thrash(monkeypatch):
-    monkeypatch.setattr(Admission, "_has_headroom", lambda self, request: True)
+    monkeypatch.setattr(Admission, "_headroom", lambda self, request: [0] * len(self._groups))
     rig = crowd(eagle_layout(), (16, 32), accept=0, num_draft_tokens=2)
     rig.run()
     assert rig.scheduler.stats.preemptions > 5

@@ -100,14 +100,16 @@ class KVManager:
         expected_tokens: int = 0,
         reserve: int | None = None,
         dummy: bool = False,
+        headroom: Seq[int] | None = None,
     ) -> Claim | None:
         """Turn the longest match of `tokens` into a sequence with held pages, or return None.
 
         tokens: a prompt of n tokens; with `resume`, x_0..x_n, the last the anchor that is known
         already (n rows wanted, all of which may be found). reserve: rows to make room for
         (default n + 1); a windowed group gets room for its window only and grows by reserve().
-        dummy: an ordinary reservation, outside publishing and statistics. Copy sources stay held
-        until copied(seq). RequestError if the claim can never fit.
+        dummy: an ordinary reservation, outside publishing and statistics. headroom: pages of each
+        group that must still be available afterwards, or the claim is refused and not counted.
+        Copy sources stay held until copied(seq). RequestError if the claim can never fit.
         """
         num_rows = len(tokens) - 1 if resume else len(tokens)
         if not tokens:
@@ -120,6 +122,8 @@ class KVManager:
         ask = _Ask(packed, namespace, num_rows, rows, resume, policy, expected_tokens, dummy)
         for intent in self._intents(ask):
             needs = [group.need() for group in intent.groups]
+            if headroom is not None:
+                needs = [need + more for need, more in zip(needs, headroom, strict=True)]
             if all(need <= pool.available for need, pool in zip(needs, self.pools, strict=True)):
                 return self._take(intent, tokens, ask)
         return None

@@ -53,9 +53,6 @@ class Admission:
         if not alone and self._still_blocked(request, spare):
             return None
         claim = self._claim_alone(request) if alone else self._claim(request)
-        if claim is not None and not alone and not self._has_headroom(request):
-            self._manager.release(claim.seq)
-            claim = None
         self._blocked = None if claim is not None else (request.id, spare)
         return claim
 
@@ -98,6 +95,7 @@ class Admission:
             policy=policy,
             resume=resume,
             expected_tokens=limits.left(request),
+            headroom=self._headroom(request),
             reserve=min(
                 request.num_tokens - resume + 1 + reach,
                 len(request.prompt) + request.max_output - 1 + reach,
@@ -108,13 +106,10 @@ class Admission:
         """Pages per group that a claim could have: free or cached."""
         return [usage.free + usage.cached for usage in self._manager.usage()]
 
-    def _has_headroom(self, request: Request) -> bool:
-        """Whether what is spare now lasts for the next steps of those that run, and of this one."""
-        suspended = request.state is RequestState.SUSPENDED
-        growth = 1 + self._limits.num_draft_tokens
-        steps = RESUME_STEPS if suspended else 1
-        num_growing = len(self._queues.running) + suspended
-        return all(
-            spare >= num_growing * -(-growth * steps // group.page_size)
-            for spare, group in zip(self._spare(), self._groups, strict=True)
-        )
+    def _headroom(self, request: Request) -> list[int]:
+        """Pages per group that those who run need for their next steps, and this one if it was
+        suspended; none if it will run alone."""
+        running = len(self._queues.running)
+        suspended = request.state is RequestState.SUSPENDED and running > 0
+        growth = (1 + self._limits.num_draft_tokens) * (RESUME_STEPS if suspended else 1)
+        return [(running + suspended) * -(-growth // group.page_size) for group in self._groups]
