@@ -102,13 +102,15 @@ class Experiment:
         return self.rows
 
     def _engine(self, drafter: str, *faults: str) -> Engine:
-        """An engine with this drafter, tracing."""
+        """An engine with this drafter, tracing, that has answered once: its weights are in memory."""
         config = msgspec.structs.replace(self.options.engine, drafter=drafter, trace=True)
         if drafter == "none":
             config = msgspec.structs.replace(config, drafter_path=None, num_draft_tokens=None)
         if faults:
             config = msgspec.structs.replace(config, faults=faults)
-        return self._make_engine(config)
+        engine = self._make_engine(config)
+        run(engine, [Job("warm-up", self._first_turns(engine)[0].prompt, 4)])
+        return engine
 
     @property
     def judged(self) -> bool:
