@@ -62,6 +62,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     step, of which head_random are drawn anew each step from the less frequent ones; 0: the whole
     vocabulary. unroll: training-time-test steps S. context_dropout: share of rows that lose a
     random leading part of their context. init: random or target (the layer above the last tap).
+    optimizer: muon (matrices; norms by AdamW at the same rate) or adamw, which wants lr 1e-3.
     """
 
     out: str
@@ -80,8 +81,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     pause_after: float | None = None
     resume: bool = False
     batch_tokens: int = 32768
-    lr: float = 1e-3
-    optimizer: str = "adamw"
+    lr: float = 4e-3
+    optimizer: str = "muon"
     warmup: float = 0.04
     final_lr: float = 0.02
     unroll: int = 5

@@ -51,11 +51,13 @@ class Progress:
         self._first = self._first or (now, progress)
         share = progress - self._first[1]
         eta = (now - self._first[0]) / share * (1 - progress) if share > 0 else 0.0
-        speed = point.tokens / max(point.seconds, 1e-9) / 1e3
         text = (
             f"step {point.step}  {point.tokens / 1e6:.1f} M tok  ce {point.ce:.3f}"
-            f"  l1 {point.l1:.3f}  tau {point.tau:.3f}  {speed:.0f} k tok/s  eta {eta:.0f} s"
+            f"  l1 {point.l1:.3f}  tau {point.tau:.3f}"
         )
+        if share > 0:
+            speed = point.tokens / max(point.seconds, 1e-9) / 1e3
+            text += f"  {speed:.1f} k tok/s  eta {eta:.0f} s"
         if sys.stdout.isatty():
             self._show(text, progress)
         elif now - self._last >= self._every_s or progress >= 1:
@@ -174,8 +176,8 @@ def model_card(
     ]
     if last:
         lines.append(
-            f"- {last.step} steps, {last.tokens / 1e6:.1f} M tokens, {last.seconds:.0f} s;"
-            f" last batch: cross entropy {last.ce:.3f}, L1 {last.l1:.3f}, tau {last.tau:.3f}"
+            f"- training batch at step {last.step}: cross entropy {last.ce:.3f}, L1 {last.l1:.3f},"
+            f" tau {last.tau:.3f}"
         )
     if held:
         lines.append(

@@ -92,7 +92,7 @@ def _generate(
     if finished.exists():
         return
     given = prompts.training_prompts(
-        options.prompts, options.texts, chat, copies=3000, seed=options.seed
+        options.prompts, options.texts, chat, copies=1500, seed=options.seed
     )
     longest = max(pool.length for pool in pools)
     if longest > teacher.max_length:
@@ -176,11 +176,16 @@ def _finish(
     held = trainer.held_out()
     curve = [*trainer.curve, held] if held else trainer.curve
     rows = min(options.draft_vocab_rows, teacher.vocab_size)
-    weights.export(target, trainer.trainee, teacher, ranking, rows)
+    record = {"steps": trainer.step, "tokens": trainer.tokens, "seconds": round(trainer.seconds)}
+    weights.export(target, trainer.trainee, teacher, ranking, rows, record)
     report.write_curve(target, curve)
     results = judge(options, trainer.trainee, teacher, chat, scripts, trainer.pools, ranking)
     write_atomically(target / "acceptance.json", msgspec.json.encode(results))
-    sizes = data_sizes(options) | {"target": options.target or "the embedded default"}
+    sizes = data_sizes(options) | {
+        "target": options.target or "the embedded default",
+        "trained": f"{trainer.step} steps, {trainer.tokens} tokens, {trainer.seconds:.0f} s on"
+        f" {_device_name(teacher.device)}",
+    }
     write_atomically(target / "MODEL_CARD.md", report.model_card(options, sizes, curve, results))
     progress.note(report.acceptance_table(results))
     progress.note(f"weights in {target}")
@@ -202,6 +207,10 @@ def judge(
     return evaluate.evaluate(
         teacher, trainee, answers, variants(options, teacher.vocab_size), ranking
     )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def data_sizes(options: TrainOptions) -> dict[str, Any]:
