@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandemkv.train.data import LOOP, repeats
-from tandemkv.train.eagle3 import Eagle3Trainee
+from tandemkv.train.eagle3 import Eagle3Trainee, Sampler
 from tandemkv.train.prompts import Prompt, TurnScripts
 from tandemkv.train.selfplay import SelfPlay
 from tandemkv.train.teacher import Teacher
@@ -147,7 +147,7 @@ def _accepted_batch(
     trainee: Eagle3Trainee,
     answers: Sequence[Answer],
     variant: Variant,
-    sampler,
+    sampler: Sampler,
 ) -> list[list[int]]:
     k = variant.num_drafts
     length = max(len(a.tokens) for a in answers) + k + 2

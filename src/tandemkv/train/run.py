@@ -47,7 +47,6 @@ def train_eagle3(options: TrainOptions) -> TrainResult:
     paused (call again with resume). Raises ConfigError for options that cannot work.
     """
     options.validate()
-    claim_directory(options)
     progress = report.Progress(options.quiet)
     try:
         return _train(options, progress)
@@ -63,6 +62,7 @@ def _train(options: TrainOptions, progress: report.Progress) -> TrainResult:
     teacher = load_teacher(options.target, choose_device(options.device))
     chat = prompts.ChatFormat(teacher.tokenizer, teacher.eos_token_ids)
     scripts = chat.scripts()
+    claim_directory(options)
     pools_asked = options.pools or (GPU_POOLS if teacher.device.type == "cuda" else CPU_POOLS)
     _generate(options, pools_asked, teacher, chat, scripts, progress)
     pools = data.load_pools(options.data_dir, options.held_out, teacher.device)

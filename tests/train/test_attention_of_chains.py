@@ -45,7 +45,10 @@ def worst(own: int, first_row: Tensor | None = None) -> float:
     live = (torch.arange(T) >= start[:, None])[:, None, :, None].float()
     ours = results(chain_attention, tensors, own, first_row, live)
     theirs = results(plain, tensors, own, first_row, live)
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True))
+    return max(
+        float((a - b).detach().norm() / b.detach().norm())
+        for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 @pytest.mark.parametrize("own", [0, 1, 3])
