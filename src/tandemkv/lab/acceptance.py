@@ -102,7 +102,7 @@ class Experiment:
         return self.rows
 
     def _engine(self, drafter: str, *faults: str) -> Engine:
-        """An engine with this drafter, tracing, that has answered once: its weights are in memory."""
+        """An engine with this drafter, tracing; it has answered once before it is timed."""
         config = msgspec.structs.replace(self.options.engine, drafter=drafter, trace=True)
         if drafter == "none":
             config = msgspec.structs.replace(config, drafter_path=None, num_draft_tokens=None)

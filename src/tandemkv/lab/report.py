@@ -156,7 +156,7 @@ def verdict(rows: Sequence[Row], *, judged: bool = True) -> tuple[bool, str]:
     steps = sum(row.steps_compared for row in checked)
     ties = sum(row.ties for row in checked)
     note = "" if steps >= MIN_STEPS else f"; a full check takes {MIN_STEPS} steps"
-    return True, f"Parity held on {len(checked)} paths, {steps} steps and {ties} ties{note}."
+    return True, f"Parity held on {len(checked)} paths, {steps} steps, ties: {ties}{note}."
 
 
 def document(
