@@ -155,7 +155,11 @@ def verdict(rows: Sequence[Row], *, judged: bool = True) -> tuple[bool, str]:
         return True, "No path was compared with a cold run."
     steps = sum(row.steps_compared for row in checked)
     ties = sum(row.ties for row in checked)
-    note = "" if steps >= MIN_STEPS else f"; a full check takes {MIN_STEPS} steps"
+    note = (
+        ""
+        if steps >= MIN_STEPS
+        else f"; a full check takes {MIN_STEPS} steps (--limit, --max-tokens)"
+    )
     return True, f"Parity held on {len(checked)} paths, {steps} steps, ties: {ties}{note}."
 
 
