@@ -129,7 +129,7 @@ class Letters:
         turns = "".join(f"<{m['role'][0]}>{m['content']}|" for m in messages)
         return turns + "<a>" * add_generation_prompt
 
-    def encode(self, text, add_special_tokens=True):
+    def encode(self, text, **_):
         return [ord(c) for c in text]
 
 

@@ -109,7 +109,7 @@ class Experiment:
         if faults:
             config = msgspec.structs.replace(config, faults=faults)
         engine = self._make_engine(config)
-        run(engine, [Job("warm-up", self._first_turns(engine)[0].prompt, 4)])
+        run(engine, [Job("warm-up", self._first_turns(engine)[0].prompt[:16], 4)])
         return engine
 
     @property

@@ -194,4 +194,4 @@ class PromptTokens:
         return "\n\n".join(m["content"] for m in messages) + "\n\n"
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
