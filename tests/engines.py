@@ -46,9 +46,13 @@ def drafter_of(name: str, target: Target, k: int) -> Drafter | None:
 
 
 def tiny_engine(
-    drafter: str = "eagle3", *, k: int = 3, target: Target | None = None, **options: object
+    drafter: str | Drafter = "eagle3",
+    *,
+    k: int = 3,
+    target: Target | None = None,
+    **options: object,
 ) -> Engine:
-    """An engine on a tiny Llama; options are EngineConfig's."""
+    """An engine on a tiny Llama; options are EngineConfig's. drafter: a name, or one made."""
     values = {
         "device": "cpu",
         "dtype": "float32",
@@ -65,7 +69,7 @@ def tiny_engine(
     device = pick_device(config, resolver)
     dtype = pick_dtype(config, device, resolver)
     target = target or drafting.tiny_target(TARGET_SEED)
-    bound = drafter_of(drafter, target, k)
+    bound = drafter_of(drafter, target, k) if isinstance(drafter, str) else drafter
     plan = resolve(config, resolver, target, bound, device, dtype)
     return Engine(target, bound, plan, config)
 
