@@ -352,3 +352,16 @@ def test_an_interrupted_experiment_writes_what_it_finished(tiny, tmp_path):
     content = json.loads(found.read_text())
     assert [row["path"] for row in content["rows"]] == ["cold"]
     assert content["provenance"]["interrupted"]
+
+
+def test_a_port_in_use_is_said_before_a_model_is_loaded(capsys, monkeypatch):
+    import socket
+
+    from tandemkv.engine.engine import Engine
+
+    monkeypatch.setattr(Engine, "from_config", lambda config: pytest.fail("a model was loaded"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert run(["serve", "--port", str(taken.getsockname()[1])]) == 2
+    assert "cannot listen on 127.0.0.1" in one_line(capsys)

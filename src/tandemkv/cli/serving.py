@@ -60,9 +60,10 @@ def serve(given: SimpleNamespace) -> None:
         raise ConfigError(f"--port must be in [0, 65535], got {port}")
     from tandemkv.engine.background import AsyncEngine
     from tandemkv.engine.engine import Engine
-    from tandemkv.serve.http import run_server
+    from tandemkv.serve.http import bind, run_server
 
-    run_server(AsyncEngine(Engine.from_config(config)), given.host or "127.0.0.1", port)
+    sock = bind(given.host or "127.0.0.1", port)  # a port in use is said before models load
+    run_server(AsyncEngine(Engine.from_config(config)), sock)
 
 
 def generate(given: SimpleNamespace) -> None:

@@ -426,9 +426,9 @@ class _Uvicorn(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run_server(engine: AsyncEngine, host: str = "127.0.0.1", port: int = 8000) -> None:
+def run_server(engine: AsyncEngine, address: tuple[str, int] | socket.socket) -> None:
     """Serve `engine` until a signal, then close it. Prints the URL when ready."""
-    server = HttpServer(engine, (host, port))
+    server = HttpServer(engine, address)
     server.run(lambda url: print(f"serving {engine.model_name} on {url}/v1", flush=True))
 
 
