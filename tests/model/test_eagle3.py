@@ -32,7 +32,7 @@ from tandemkv.base.sampling import SamplingParams
 from tandemkv.base.spans import SpanSet
 from tandemkv.model.attention import AttentionSegment, GroupRows, KVPool
 from tandemkv.model.drafter import DraftInputs
-from tandemkv.model.eagle3 import Eagle3
+from tandemkv.model.eagle3 import DEFAULT_DRAFT_VOCAB, Eagle3, default_draft_vocab
 from tandemkv.model.sampling import Purpose, draft_distribution, sample, uniform
 
 K = 4
@@ -470,3 +470,9 @@ def test_the_fingerprint_follows_weights_options_and_vocabulary(target):
     seen.append(prints(draft_vocab_size=4, used=[1, 2, 3, 9]))
     assert len(set(seen)) == len(seen)
     assert prints() == seen[0]
+
+
+def test_a_cpu_drafts_over_the_frequent_rows_and_an_accelerator_over_the_whole_head():
+    assert default_draft_vocab("cpu", 32768, 49152) == DEFAULT_DRAFT_VOCAB
+    assert default_draft_vocab("cpu", 300, 49152) == 300
+    assert default_draft_vocab("cuda", 32768, 49152) == 49152

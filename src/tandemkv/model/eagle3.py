@@ -48,7 +48,10 @@ from tandemkv.model.packed import pack_linear
 from tandemkv.model.target import Target
 
 DEFAULT_DRAFT_VOCAB = 16384
-"""Rows of the target's head to draft over, where the checkpoint ranks them and nobody asked."""
+"""Rows of the target's head to draft over on CPU, where the checkpoint ranks them and nobody asked.
+
+There a draft step is bound by reading the head; on an accelerator the whole head is cheap.
+"""
 
 
 @dataclass(slots=True)
@@ -73,7 +76,7 @@ class Eagle3(Drafter):
     """An EAGLE-3 drafter bound to its target.
 
     weights: as `eagle3_checkpoint.read` returns them. draft_vocab: draft over that many rows of
-    the target's head, the first of the checkpoint's ranking (None: DEFAULT_DRAFT_VOCAB).
+    the target's head, the first of the checkpoint's ranking (None: default_draft_vocab).
     Raises ConfigError, naming both values, where drafter and target do not fit.
     """
 
@@ -368,7 +371,11 @@ def _head(
         )
     ids = draft_ids(weights["d2t"]) if "d2t" in weights else None
     if RANKING in weights:
-        ids = _ranked(weights[RANKING], draft_vocab, vocab_size, origin)
+        ranking = weights[RANKING]
+        if draft_vocab is None:
+            on = target.head_weight.device.type
+            draft_vocab = default_draft_vocab(on, len(ranking), vocab_size)
+        ids = _ranked(ranking, draft_vocab, vocab_size, origin)
     elif draft_vocab is not None:
         raise ConfigError(
             f"{origin}: draft_vocab {draft_vocab} was asked for, but the checkpoint does not rank"
@@ -382,9 +389,13 @@ def _head(
     return (head if ids is None else head[ids.to(head.device)]), ids
 
 
-def _ranked(ranking: Tensor, num: int | None, vocab_size: int, origin: str) -> Tensor | None:
+def default_draft_vocab(device: str, num_ranked: int, vocab_size: int) -> int:
+    """How many rows of the head to draft over: some on CPU, all elsewhere."""
+    return min(DEFAULT_DRAFT_VOCAB, num_ranked) if device == "cpu" else vocab_size
+
+
+def _ranked(ranking: Tensor, num: int, vocab_size: int, origin: str) -> Tensor | None:
     """The first num ids of a ranking, ascending; None for the whole vocabulary."""
-    num = min(DEFAULT_DRAFT_VOCAB, len(ranking)) if num is None else num
     if num >= vocab_size:
         return None
     if num > len(ranking):
