@@ -281,7 +281,7 @@ def test_the_ends_of_the_interval_stay_inside_the_support():
 
 @pytest.mark.parametrize("probs", [[0.0, 0.0], [float("nan"), 1.0], [INF, 1.0]])
 def test_what_is_no_distribution_is_refused(probs):
-    with pytest.raises(InvariantError, match="cannot sample"):
+    with pytest.raises(RequestError, match="cannot sample"):
         sample(torch.tensor(probs), 0.5)
 
 

@@ -14,6 +14,7 @@ import msgspec
 from tandemkv.base.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_STOP_TOKENS = 1024
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _integer("top_k", self.top_k, 0)
         _integer("max_tokens", self.max_tokens, 1)
         _integer("min_tokens", self.min_tokens, 0)
@@ -70,6 +71,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0)
             _number("logit_bias", bias, -100.0, 100.0)
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise RequestError(
+                f"stop_token_ids names {len(self.stop_token_ids)} tokens, at most"
+                f" {MAX_STOP_TOKENS}",
+                param="stop_token_ids",
+            )
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0)
         _choice("verification", self.verification, ("token", "block"))

@@ -155,6 +155,12 @@ class Engine:
             )
         _check_tokens("logit_bias", params.logit_bias, vocab)
         _check_tokens("stop_token_ids", params.stop_token_ids, vocab)
+        stops = {*params.stop_token_ids, *self.target.spec.eos_token_ids}
+        if params.min_tokens and len(stops) >= vocab:
+            raise RequestError(
+                "min_tokens cannot be met: every token of the vocabulary stops the request",
+                param="min_tokens",
+            )
         if params.claim_policy is None:
             params = msgspec.structs.replace(params, claim_policy=self.config.claim_policy)
         if request_id is None:

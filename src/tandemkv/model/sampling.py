@@ -20,7 +20,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from tandemkv.base.errors import InvariantError
+from tandemkv.base.errors import InvariantError, RequestError
 from tandemkv.base.logprobs import TokenLogprobs
 from tandemkv.base.sampling import SamplingParams
 
@@ -188,12 +188,13 @@ def _nucleus_of(probs: Tensor, ids: Tensor, top_p: float) -> tuple[Tensor, int]:
 def sample(probs: Tensor, u: float) -> int:
     """The token at u of the inverse CDF. probs [V], non-negative, need not sum to one; u in [0, 1).
 
-    A token of no mass is never returned. Raises InvariantError for NaN or no mass at all.
+    A token of no mass is never returned. Raises RequestError for NaN or no mass at all: the
+    request whose row it is ends, no other.
     """
     cdf = probs.cumsum(0, dtype=torch.float64)
     total = float(cdf[-1])
     if not 0.0 < total < float("inf"):
-        raise InvariantError(f"cannot sample: the probabilities sum to {total}")
+        raise RequestError(f"cannot sample: the probabilities sum to {total}", status=500)
     token = int(torch.searchsorted(cdf, torch.tensor(u * total).to(cdf), right=True))
     return token if token < len(probs) else int(probs.nonzero()[-1])
 

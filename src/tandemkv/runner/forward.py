@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from tandemkv.base.errors import RequestError
 from tandemkv.base.ids import SeqId
 from tandemkv.kv.layout import Layout
 from tandemkv.model.drafter import Drafter
@@ -84,11 +85,16 @@ class Runner:
             picks.extend(range(stop - 1 - segment.num_drafts, stop))
         index = torch.tensor(picks, dtype=torch.long, device=hidden.device)
         logits = self._target.logits(hidden[index])
-        best = logits.argmax(-1).tolist()
+        peaks, best = logits.max(-1)
+        finite, best = peaks.isfinite().tolist(), best.tolist()
         for i, row in zip(wanted, first, strict=True):
-            segment = plan.segments[i]
-            count = segment.num_drafts + 1
-            results[i] = self._judge(segment, logits[row : row + count], best[row : row + count])
+            rows = slice(row, row + plan.segments[i].num_drafts + 1)
+            try:
+                if not all(finite[rows]):
+                    raise RequestError("the model's logits are not finite", status=500)
+                results[i] = self._judge(plan.segments[i], logits[rows], best[rows])
+            except RequestError as error:  # this request's rows alone: the step stands
+                results[i].error = str(error)
         return results
 
     def _judge(self, segment: Segment, logits: Tensor, best: list[int]) -> SegmentResult:
@@ -149,6 +155,7 @@ class Runner:
             starts,
             features,
             self._storage.pools[0].data.device,
+            skip={i for i, result in enumerate(results) if result.error is not None},
             exact_proposals=self._drafter.spec.exact_proposals,
         )
         if packed is None:

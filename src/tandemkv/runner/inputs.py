@@ -10,7 +10,7 @@ rejected rows never reach the drafter. This module runs no model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -88,13 +88,14 @@ def draft_inputs(
     features: Tensor | None,
     device: torch.device,
     *,
+    skip: Set[int] = frozenset(),
     exact_proposals: bool,
 ) -> tuple[DraftInputs, list[int]] | None:
     """What the drafter gets after the target's pass; None when no segment has work for it.
 
     emitted, accepted: per segment, the tokens the step emits and how many of them were drafts.
-    features: [R, m, d] of the packed target rows. Returns the inputs and, per draft segment, the
-    index of the plan's segment.
+    features: [R, m, d] of the packed target rows. skip: segments whose requests end. Returns the
+    inputs and, per draft segment, the index of the plan's segment.
     """
     groups = layout.draft_groups
     from_tokens = any(layout.groups[g].rebuild_from is RebuildFrom.TOKENS for g in groups)
@@ -105,6 +106,8 @@ def draft_inputs(
     positions: list[int] = []
     gather: list[int] = []
     for i, segment in enumerate(plan.segments):
+        if i in skip:
+            continue
         count = final_rows(segment, accepted[i])
         stop = segment.start + count
         known = [*segment.seq.tokens, *emitted[i]] if emitted[i] else segment.seq.tokens

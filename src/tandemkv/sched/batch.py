@@ -96,7 +96,8 @@ class SegmentResult(msgspec.Struct):
     tokens: emitted: accepted drafts and the recovered or bonus token, or the first token of a
     prompt; [] for a chunk. num_accepted: of the verified drafts. drafts: the proposal for the new
     anchor. draft_gap: smallest best-two gap while the verified drafts were proposed; target_gap:
-    over the rows that were sampled.
+    over the rows that were sampled. error: why no token could be had of this segment's rows; the
+    request ends with it, the rest of the step stands.
     """
 
     seq: SeqId
@@ -106,6 +107,7 @@ class SegmentResult(msgspec.Struct):
     logprobs: list[TokenLogprobs] | None = None
     draft_gap: float = float("inf")
     target_gap: float = float("inf")
+    error: str | None = None
 
 
 class StepResult(msgspec.Struct):

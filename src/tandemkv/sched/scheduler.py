@@ -149,7 +149,10 @@ class Scheduler:
             if segment.request.seq is not segment.seq or part is None:
                 self._stats.late_results += 1
                 continue
-            self._apply(segment, part)
+            if part.error is None:
+                self._apply(segment, part)
+            else:
+                self._give_up(segment.request, part.error)
         return self._take_outputs()
 
     def fail(self, plan: StepPlan, message: str) -> list[Output]:
@@ -159,9 +162,7 @@ class Scheduler:
         gone = [s.request for s in plan.segments if s.request.seq is s.seq]
         gone += [r for r in self.running if r.seq in plan.claimed and r not in gone]
         for request in gone:
-            self._manager.release(held(request))
-            request.error = message
-            self._outputs.append(self._end(request, RequestEvent.FAIL, FinishReason.ERROR, message))
+            self._give_up(request, message)
         return self._take_outputs()
 
     # -- what others read --------------------------------------------------------------------
@@ -295,6 +296,12 @@ class Scheduler:
 
     # -- ends --------------------------------------------------------------------------------
 
+    def _give_up(self, request: Request, message: str) -> None:
+        """End a running request with an error; rows of its last step are published nowhere."""
+        self._manager.release(held(request))
+        request.error = message
+        self._outputs.append(self._end(request, RequestEvent.FAIL, FinishReason.ERROR, message))
+
     def _end(
         self,
         request: Request,
@@ -363,6 +370,8 @@ def check_result(segment: Segment, part: SegmentResult | None) -> None:
     """Raise InvariantError unless `part` is a possible outcome of `segment`."""
     if part is None:
         raise InvariantError(f"no result for sequence {segment.seq.id}")
+    if part.error is not None:
+        return
     num_tokens = part.num_accepted + segment.samples
     if not 0 <= part.num_accepted <= segment.num_drafts or len(part.tokens) != num_tokens:
         raise InvariantError(
