@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandemkv.base.errors import InvariantError
+from tandemkv.base.errors import InvariantError, RequestError
 from tandemkv.base.logprobs import TokenLogprobs
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.model import sampling

@@ -19,6 +19,9 @@ FAULTS = {
 }
 """Seeded faults by name: they act in the tree or the pools, so that checks are known to fail."""
 
+MAX_DRAFT_TOKENS = 64
+"""The largest K: a verify step of more rows than that never pays."""
+
 DRAFTERS = ("auto", "eagle3", "draft_model", "ngram", "none")
 
 
@@ -57,13 +60,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def problems(self) -> list[str]:
         """Everything wrong with the values alone, one sentence each, naming the option."""
+        try:
+            msgspec.convert(msgspec.structs.asdict(self), EngineConfig)
+        except msgspec.ValidationError as error:
+            return [_named(error)]
         out: list[str] = []
         for name in _POSITIVE:
             value: int | None = getattr(self, name)
             if value is not None and value < 1:
                 out.append(f"{name} must be at least 1, got {value}")
-        if self.num_draft_tokens is not None and self.num_draft_tokens < 0:
-            out.append(f"num_draft_tokens must be at least 0, got {self.num_draft_tokens}")
+        k = self.num_draft_tokens
+        if k is not None and not 0 <= k <= MAX_DRAFT_TOKENS:
+            out.append(f"num_draft_tokens must be in [0, {MAX_DRAFT_TOKENS}], got {k}")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 out.append(
@@ -149,4 +157,10 @@ def from_mapping(values: dict[str, Any]) -> EngineConfig:
     try:
         return msgspec.convert(values, EngineConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"bad option: {error}") from None
+        raise ConfigError(_named(error)) from None
+
+
+def _named(error: msgspec.ValidationError) -> str:
+    """A wrong type as one sentence that begins with the option's name."""
+    reason, _, where = str(error).partition(" - at `$.")
+    return f"{where.rstrip('`')}: {reason[:1].lower()}{reason[1:]}" if where else reason

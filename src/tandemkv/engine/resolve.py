@@ -114,7 +114,33 @@ def resolve(
     pages = tuple(
         _group_pages(group, layout, tokens, length, running, batch, k, resolver) for group in groups
     )
+    _check_memory(groups, pages, device)
     return Plan(layout, pages, k, length, batch, running, resolver.done())
+
+
+def _check_memory(
+    groups: tuple[LayerGroup, ...], pages: tuple[int, ...], device: torch.device
+) -> None:
+    """Refuse pools that the device has no memory for, before any of it is touched."""
+    wanted = sum(g.page_bytes * n for g, n in zip(groups, pages, strict=True))
+    free = free_bytes(device)
+    if free is not None and wanted > free:
+        raise ConfigError(
+            f"the KV pools need {wanted / 2**30:,.1f} GiB and {device.type} has"
+            f" {free / 2**30:,.1f} GiB free; lower kv_cache_tokens or max_running"
+        )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can be allocated on a device; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as lines:
+            found = [line for line in lines if line.startswith("MemAvailable:")]
+    except OSError:
+        return None
+    return int(found[0].split()[1]) * 1024 if found else None
 
 
 def _cache_tokens(
@@ -122,8 +148,8 @@ def _cache_tokens(
 ) -> int:
     per_token = sum(g.slot_bytes for g in groups if g.window is None)
     per_token = per_token or sum(g.slot_bytes for g in groups)
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+    free = free_bytes(device) if device.type == "cuda" else None
+    if free is not None:
         budget, source = int(free * GPU_BUDGET_SHARE), f"{GPU_BUDGET_SHARE:.0%} of free memory"
     else:
         budget, source = CPU_BUDGET_BYTES, f"{CPU_BUDGET_BYTES >> 30} GiB budget on CPU"

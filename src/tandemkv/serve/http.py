@@ -72,6 +72,8 @@ class Service:
         self._token_bytes = answers.token_bytes_of(engine.tokenizer)
         # One thread: long prompts do not hold up the event loop, and the tokenizer sees one caller.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tandemkv-tokenize")
+        longest = max((len(piece) for piece in engine.tokenizer.get_vocab()), default=1)
+        self._max_chars = engine.max_model_len * longest
 
     async def tokenize(self, prompt: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
@@ -88,6 +90,13 @@ class Service:
         prompts: list[str | list[int]] = list(ask.prompts)
         if ask.chat:
             prompts = [chat.render(self.engine.tokenizer, ask.messages, ask.template)]
+        for prompt in prompts:
+            if isinstance(prompt, str) and len(prompt) > self._max_chars:  # not worth tokenizing
+                raise RequestError(
+                    f"the prompt has {len(prompt)} characters, more than this model's context of"
+                    f" {self.engine.max_model_len} tokens can hold",
+                    param="messages" if ask.chat else "prompt",
+                )
         return [
             await self.tokenize(prompt, ask.add_special_tokens)
             if isinstance(prompt, str)
