@@ -10,6 +10,7 @@ from engines import tiny_engine
 
 from tandemkv.base.config import MAX_DRAFT_TOKENS, EngineConfig, from_mapping
 from tandemkv.base.errors import ConfigError
+from tandemkv.engine.engine import Engine
 from tandemkv.engine.resolve import free_bytes
 
 
@@ -80,3 +81,18 @@ def test_every_resolved_value_has_a_reason() -> None:
     lines = tiny_engine("eagle3").resolved.lines()
     assert any(line.startswith("num_pages[") for line in lines)
     assert all(line.endswith(")") and "(" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"drafter": "draft_model"}, "needs a model"),
+        ({"drafter": "eagle3", "drafter_path": "/nowhere/drafter"}, "/nowhere/drafter"),
+        ({"drafter": "ngram", "drafter_options": {"prompt_lookup": 3}}, "prompt_lookup"),
+    ],
+)
+def test_a_drafter_that_cannot_be_is_refused_before_the_target_loads(
+    options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):  # the model is wrong too, and not looked at yet
+        Engine.from_config(EngineConfig(model="/nowhere/target", **options))

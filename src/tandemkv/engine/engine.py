@@ -28,7 +28,7 @@ from tandemkv.kv.keys import Namespace
 from tandemkv.kv.manager import KVManager
 from tandemkv.model.checkpoint import load_target, load_tokenizer
 from tandemkv.model.drafter import Drafter
-from tandemkv.model.drafters import load_drafter
+from tandemkv.model.drafters import Bind, find_drafter
 from tandemkv.model.target import Target
 from tandemkv.runner.forward import Runner
 from tandemkv.runner.storage import Storage
@@ -115,10 +115,11 @@ class Engine:
         threads = pick_threads(config, resolver)
         if device.type == "cpu":
             torch.set_num_threads(threads)
+        bind = _find_drafter(config, resolver)  # refused before the target takes its time to load
         target = load_target(
             config.model, dtype=dtype, device=str(device), cache_dir=config.cache_dir
         )
-        drafter = _load_drafter(config, resolver, target, dtype, device)
+        drafter = bind(target, getattr(torch, dtype), device) if bind else None
         plan = resolve(config, resolver, target, drafter, device, dtype)
         tokenizer = load_tokenizer(config.model, cache_dir=config.cache_dir)
         return cls(target, drafter, plan, config, tokenizer=tokenizer)
@@ -267,9 +268,7 @@ def _check_tokens(name: str, tokens: Any, vocab: int) -> None:
             )
 
 
-def _load_drafter(
-    config: EngineConfig, resolver: Resolver, target: Target, dtype: str, device: torch.device
-) -> Drafter | None:
+def _find_drafter(config: EngineConfig, resolver: Resolver) -> Bind | None:
     asked = None if config.drafter == "auto" else config.drafter
     if config.drafter_path is not None and asked is None:
         asked = "eagle3"
@@ -279,13 +278,10 @@ def _load_drafter(
     method = resolver.choose("drafter", asked, chosen, why)
     if method == "none":
         return None
-    return load_drafter(
+    return find_drafter(
         method,
         config.drafter_path,
-        target,
         num_draft_tokens=config.num_draft_tokens or None,
-        dtype=dtype,
-        device=str(device),
         draft_vocab=config.draft_vocab,
         options=config.drafter_options,
         cache_dir=config.cache_dir,

@@ -29,6 +29,10 @@ OPTIONS = ("method", "model", "num_speculative_tokens", "draft_vocab")
 NGRAM_OPTIONS = ("prompt_lookup_max", "prompt_lookup_min")
 
 
+Bind = Callable[[Target, "torch.dtype | None", "torch.device | str | None"], Drafter]
+"""A drafter whose options and checkpoint are known good, waiting for its target."""
+
+
 def load_drafter(
     method: str,
     path: str | None,
@@ -41,14 +45,36 @@ def load_drafter(
     options: Mapping[str, Any] | None = None,
     cache_dir: str | None = None,
 ) -> Drafter:
-    """Load a drafter for `target`.
+    """find_drafter, bound to `target`. dtype, device: the target's unless given."""
+    bind = find_drafter(
+        method,
+        path,
+        num_draft_tokens=num_draft_tokens,
+        draft_vocab=draft_vocab,
+        options=options,
+        cache_dir=cache_dir,
+    )
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return bind(target, dtype, device)
+
+
+def find_drafter(
+    method: str,
+    path: str | None,
+    *,
+    num_draft_tokens: int | None = None,
+    draft_vocab: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    cache_dir: str | None = None,
+) -> Bind:
+    """All of a drafter that can be checked without its target, which takes long to load.
 
     num_draft_tokens: K, None for the drafter's default. draft_vocab: rows of the target's head to
-    draft over (eagle3). dtype, device: the target's unless given. options: as in vLLM's
-    --speculative-config; they say the same as the arguments or nothing. Raises ConfigError.
+    draft over (eagle3). options: as in vLLM's --speculative-config; they say the same as the
+    arguments or nothing. Raises ConfigError; so does the result, where drafter and target part.
     """
-    if method not in _LOADERS:
-        raise ConfigError(f"drafter {method!r} is not one of {', '.join(_LOADERS)}")
+    if method not in _FINDERS:
+        raise ConfigError(f"drafter {method!r} is not one of {', '.join(_FINDERS)}")
     options = dict(options or {})
     _refuse_unknown(method, options)
     method = _agreed("method", method, options, "method")
@@ -62,70 +88,79 @@ def load_drafter(
             raise ConfigError(f"{name} must be at least 1, got {value}")
     if vocab is not None and method != "eagle3":
         raise ConfigError(f"draft_vocab does not apply to drafter {method!r}")
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    common: dict[str, Any] = {"dtype": dtype, "device": device, "cache_dir": cache_dir}
-    if num is not None:
-        common["num_draft_tokens"] = num
-    return _LOADERS[method](target, path, vocab, options, common)
+    more = {} if num is None else {"num_draft_tokens": num}
+    return _FINDERS[method](path, vocab, options, cache_dir, more)
 
 
 def _eagle3(
-    target: Target,
     path: str | None,
     draft_vocab: int | None,
     options: Mapping[str, Any],
-    common: dict[str, Any],
-) -> Drafter:
+    cache_dir: str | None,
+    more: dict[str, int],
+) -> Bind:
     from tandemkv.model.eagle3 import Eagle3
     from tandemkv.model.eagle3_checkpoint import read
 
-    directory = _directory(path, common.pop("cache_dir"))
-    config, weights = read(directory)
-    return Eagle3(
-        target, config, weights, draft_vocab=draft_vocab, origin=path or "eagle3", **common
+    config, weights = read(_directory(path, cache_dir))
+    return lambda target, dtype, device: Eagle3(
+        target,
+        config,
+        weights,
+        draft_vocab=draft_vocab,
+        origin=path or "eagle3",
+        dtype=dtype,
+        device=device,
+        **more,
     )
 
 
 def _draft_model(
-    target: Target,
     path: str | None,
     draft_vocab: int | None,
     options: Mapping[str, Any],
-    common: dict[str, Any],
-) -> Drafter:
+    cache_dir: str | None,
+    more: dict[str, int],
+) -> Bind:
     from tandemkv.model.checkpoint import load_target
     from tandemkv.model.draft_lm import DraftModel
 
     if path is None:
         raise ConfigError("drafter 'draft_model' needs a model (drafter_path)")
-    model = load_target(
-        path,
-        dtype=str(common["dtype"] or target.spec.dtype).removeprefix("torch."),
-        device=str(common["device"] or target.spec.device),
-        cache_dir=common["cache_dir"],
-    )
-    _refuse_other_tokenizer(target, model, path)
-    kept = {k: v for k, v in common.items() if k == "num_draft_tokens"}
-    return DraftModel(target, model, origin=path, **kept)
+
+    def bind(
+        target: Target, dtype: torch.dtype | None, device: torch.device | str | None
+    ) -> Drafter:
+        model = load_target(
+            path,
+            dtype=str(dtype or target.spec.dtype).removeprefix("torch."),
+            device=str(device or target.spec.device),
+            cache_dir=cache_dir,
+        )
+        _refuse_other_tokenizer(target, model, path)
+        return DraftModel(target, model, origin=path, **more)
+
+    return bind
 
 
 def _ngram(
-    target: Target,
     path: str | None,
     draft_vocab: int | None,
     options: Mapping[str, Any],
-    common: dict[str, Any],
-) -> Drafter:
+    cache_dir: str | None,
+    more: dict[str, int],
+) -> Bind:
     from tandemkv.model.ngram import Ngram
 
     if path is not None and path != "ngram":
         raise ConfigError(f"drafter 'ngram' takes no model, got {path!r}")
-    kept = {k: v for k, v in common.items() if k == "num_draft_tokens"}
     lookup = {k.removeprefix("prompt_lookup_"): options[k] for k in NGRAM_OPTIONS if k in options}
-    return Ngram(**{f"{k}_ngram": v for k, v in lookup.items() if v is not None}, **kept)
+    sizes = {f"{k}_ngram": v for k, v in lookup.items() if v is not None}
+    drafter = Ngram(**sizes, **more)
+    return lambda target, dtype, device: drafter
 
 
-_LOADERS: dict[str, Callable[..., Drafter]] = {
+_FINDERS: dict[str, Callable[..., Bind]] = {
     "eagle3": _eagle3,
     "draft_model": _draft_model,
     "ngram": _ngram,
