@@ -59,8 +59,9 @@ class CountingPlayer:
     def __init__(self) -> None:
         self.seeds: list[int] = []
 
-    def run(self, rows, temperatures, *, max_answer, max_question, seed):
+    def run(self, rows, temperatures, *, max_answer, max_question, seed, report):
         self.seeds.append(seed)
+        report(POOL.length // 2)
         tokens = torch.full((len(rows), POOL.length), seed % 50)
         return tokens, torch.full_like(tokens, ANSWER, dtype=torch.int8)
 
@@ -78,6 +79,29 @@ def test_a_stopped_generation_goes_on_where_it_was(tmp_path: Path):
     assert first.seeds + second.seeds == whole.seeds
     pools = [data.load_pools(tmp_path / x, 0, torch.device("cpu"))["chat"] for x in "ab"]
     assert torch.equal(pools[0].tokens, pools[1].tokens)
+
+
+def test_generation_reports_how_far_it_is_over_all_pools_and_within_a_batch(tmp_path: Path):
+    pools = [POOL, data.PoolOptions(name="long", rows=4, length=64, share=3.0)]
+    batch, seen = POOL.rows * POOL.length, []
+    data.generate(
+        pools, [], tmp_path, lambda _: CountingPlayer(), tokens=4 * batch, seconds=None, seed=1,
+        report=seen.append,
+    )  # fmt: skip
+    assert [(at.pool, at.rows, at.tokens / batch) for at in seen] == [
+        ("chat", 0, 0.5), ("chat", 4, 1), ("long", 0, 0.5), ("long", 4, 1), ("long", 4, 1.5),
+        ("long", 8, 2), ("long", 8, 2.5), ("long", 12, 3),
+    ]  # fmt: skip
+    assert [at.share for at in seen] == pytest.approx([i / 8 for i in range(1, 9)])
+
+
+def test_generation_by_seconds_never_reports_more_than_all(tmp_path: Path):
+    seen: list[data.Generated] = []
+    data.generate(
+        [POOL], [], tmp_path, lambda _: CountingPlayer(), tokens=None, seconds=1e-9, seed=1,
+        report=seen.append,
+    )  # fmt: skip
+    assert [at.share for at in seen] == [1.0, 1.0]
 
 
 def test_a_batch_without_its_record_does_not_count(tmp_path: Path):

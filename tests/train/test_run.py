@@ -103,7 +103,7 @@ def test_pause_after_stops_and_says_how_to_go_on(target, rows, tmp_path, capsys)
     options = options_of(target, tmp_path / "run", rows, steps=500, pause_after=0.2, quiet=False)
     assert not train_eagle3(options).finished
     said = capsys.readouterr().out
-    assert f"--out {tmp_path / 'run'} --resume" in said
+    assert f"go on with: tandemkv train eagle3 --out {tmp_path / 'run'} --resume\n" in said
     assert (tmp_path / "run" / "checkpoint.pt").exists()
 
 
@@ -134,8 +134,6 @@ def test_a_directory_with_a_run_is_not_overwritten(target, rows, tmp_path):
     train_eagle3(options_of(target, tmp_path / "run", rows, steps=1))
     with pytest.raises(ConfigError, match="already holds a run"):
         train_eagle3(options_of(target, tmp_path / "run", rows, steps=1))
-    with pytest.raises(ConfigError, match="another value of steps"):
-        train_eagle3(options_of(target, tmp_path / "run", rows, steps=2, resume=True))
 
 
 def test_every_bad_option_is_named_at_once(target, tmp_path):

@@ -8,6 +8,7 @@ does not run the target: `generate` is given a SelfPlay.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -51,6 +53,18 @@ def loss_mask(tokens: Tensor, kinds: Tensor) -> Tensor:
     """bool [B, T]: the target's answers outside repetition loops."""
     answers = kinds == ANSWER
     return answers & (repeats(tokens, answers) < LOOP)
+
+
+class Generated(msgspec.Struct, frozen=True):
+    """How far generation is: rows and tokens of one pool, share (0 to 1) of all the pools.
+
+    The batch in hand counts by the positions that it has played; rows are whole batches.
+    """
+
+    pool: str
+    rows: int
+    tokens: int
+    share: float
 
 
 class RowPlan:
@@ -92,15 +106,16 @@ def generate(
     tokens: int | None,
     seconds: float | None,
     seed: int,
-    report: Callable[[str, int, float], None] = lambda *_: None,
+    report: Callable[[Generated], None] = lambda _: None,
 ) -> None:
     """Fill each pool's batch files until its share of tokens or seconds is used; at least one.
 
-    Batches that exist are kept and count, so a stopped generation goes on where it was.
-    report(pool, tokens so far, seconds so far) is called after each batch.
+    Batches that exist are kept and count, so a stopped generation goes on where it was. report is
+    called many times a batch and after each.
     """
     directory.mkdir(parents=True, exist_ok=True)
     total = sum(pool.share for pool in pools)
+    before = 0.0
     for number, pool in enumerate(pools):
         share = pool.share / total
         _fill(
@@ -111,8 +126,16 @@ def generate(
             tokens=tokens * share if tokens else None,
             seconds=seconds * share if seconds else None,
             seed=seed * 1000 + number,
-            report=report,
+            report=_over_all(report, before, share),
         )
+        before += share
+
+
+def _over_all(
+    report: Callable[[Generated], None], before: float, share: float
+) -> Callable[[Generated], None]:
+    """Report one pool's progress as part of that of all pools."""
+    return lambda at: report(msgspec.structs.replace(at, share=before + share * min(1.0, at.share)))
 
 
 def _fill(
@@ -124,12 +147,21 @@ def _fill(
     tokens: float | None,
     seconds: float | None,
     seed: int,
-    report: Callable[[str, int, float], None],
+    report: Callable[[Generated], None],
 ) -> None:
     done = [json.loads(file.read_text()) for file in sorted(directory.glob(f"{pool.name}-*.json"))]
     spent = sum(d["seconds"] for d in done)
     player: SelfPlay | None = None
     number = len(done)
+    start = time.monotonic()
+
+    def played_to(position: int) -> None:
+        batches = number + position / pool.length
+        now = spent + time.monotonic() - start
+        share = _share(batches, pool, now, tokens, seconds)
+        size = pool.rows * pool.length
+        report(Generated(pool.name, number * pool.rows, int(batches * size), share))
+
     while not number or _more(number, pool, spent, tokens, seconds):
         start = time.monotonic()
         player = player or make(pool)
@@ -140,13 +172,15 @@ def _fill(
             max_answer=pool.max_answer,
             max_question=pool.max_question,
             seed=seed + number * 7919,
+            report=played_to,
         )
         record = save_batch(directory / f"{pool.name}-{number:04d}", played, kinds)
         record["seconds"] = time.monotonic() - start
         write_atomically(directory / f"{pool.name}-{number:04d}.json", json.dumps(record))
         spent += record["seconds"]
         number += 1
-        report(pool.name, number * pool.rows * pool.length, spent)
+        start = time.monotonic()
+        played_to(0)
 
 
 def _more(
@@ -156,6 +190,15 @@ def _more(
     if tokens is not None:
         return number * pool.rows * pool.length < tokens
     return spent + spent / number <= (seconds or 0.0)
+
+
+def _share(
+    batches: float, pool: PoolOptions, spent: float, tokens: float | None, seconds: float | None
+) -> float:
+    """Share of the pool's budget that is used, the last batch being a whole one."""
+    if tokens is not None:
+        return batches / max(1, math.ceil(tokens / (pool.rows * pool.length)))
+    return spent / seconds if seconds else 1.0
 
 
 def save_batch(stem: Path, tokens: Tensor, kinds: Tensor) -> dict[str, Any]:

@@ -107,18 +107,38 @@ def read_prompts(path: str, chat: ChatFormat) -> list[Prompt]:
     ]
 
 
+def check_prompts(path: str) -> None:
+    """Raise what `read_prompts` would, before there is a tokenizer."""
+    for number, row in _rows(path):
+        _checked(row, f"{path}, line {number}")
+
+
 def _rows(path: str) -> Iterator[tuple[int, Any]]:
-    with Path(path).open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{path}, line {number}: not JSON ({error.msg})") from None
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not valid UTF-8") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}, line {number}: not JSON ({error.msg})") from None
 
 
 def _parse(row: Any, where: str, chat: ChatFormat, kind: str) -> Prompt:
+    messages, prefix, limit = _checked(row, where)
+    return Prompt(
+        tokens=chat.prompt(messages, prefix),
+        pool=str(row.get("pool", "chat")),
+        max_answer=limit,
+        kind=str(row.get("kind", kind)),
+    )
+
+
+def _checked(row: Any, where: str) -> tuple[list[dict[str, str]], str, int | None]:
+    """Messages, answer prefix and longest answer of a line."""
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: expected an object")
     messages = _messages(row, where)
@@ -126,12 +146,7 @@ def _parse(row: Any, where: str, chat: ChatFormat, kind: str) -> Prompt:
     limit = row.get("max_answer")
     if not isinstance(prefix, str) or not (limit is None or isinstance(limit, int)):
         raise ConfigError(f"{where}: answer_prefix must be text and max_answer a number")
-    return Prompt(
-        tokens=chat.prompt(messages, prefix),
-        pool=str(row.get("pool", "chat")),
-        max_answer=limit,
-        kind=str(row.get("kind", kind)),
-    )
+    return messages, prefix, limit
 
 
 def _messages(row: dict[str, Any], where: str) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""What a run tells: live progress, the curve (JSON and a picture), the model card.
+"""What a run leaves to read: the curve (JSON and a picture), the acceptance table, the model card.
 
 Law: every number written was measured in this run; what was not measured is not mentioned. This
 module computes no acceptance and trains nothing.
@@ -7,8 +7,6 @@ module computes no acceptance and trains nothing.
 from __future__ import annotations
 
 import json
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,69 +16,6 @@ import msgspec
 from tandemkv.train.evaluate import Acceptance
 from tandemkv.train.options import TrainOptions, write_atomically
 from tandemkv.train.trainer import Point
-
-
-class Progress:
-    """Live progress on a terminal (rich), plain lines at most every few seconds elsewhere."""
-
-    def __init__(self, quiet: bool, every_s: float = 10.0) -> None:
-        self._quiet, self._every_s, self._last = quiet, every_s, 0.0
-        self._live: Any = None
-        self._task: Any = None
-        self._first: tuple[float, float] | None = None
-
-    def note(self, text: str) -> None:
-        """One line that is always worth showing."""
-        if self._quiet:
-            return
-        if self._live:
-            self._live.console.print(text)
-        else:
-            print(text, flush=True)
-
-    def generated(self, pool: str, tokens: int, seconds: float) -> None:
-        """A batch of rows was generated."""
-        speed = tokens / max(seconds, 1e-9) / 1e3
-        self.note(f"generated {pool}: {tokens / 1e6:.2f} M tokens, {speed:.1f} k tok/s")
-
-    def trained(self, point: Point, progress: float) -> None:
-        """A point of the curve."""
-        if self._quiet:
-            return
-        now = time.monotonic()
-        self._first = self._first or (now, progress)
-        share = progress - self._first[1]
-        eta = (now - self._first[0]) / share * (1 - progress) if share > 0 else 0.0
-        text = (
-            f"step {point.step}  {point.tokens / 1e6:.1f} M tok  ce {point.ce:.3f}"
-            f"  l1 {point.l1:.3f}  tau {point.tau:.3f}"
-        )
-        if share > 0:
-            speed = point.tokens / max(point.seconds, 1e-9) / 1e3
-            text += f"  {speed:.1f} k tok/s  eta {eta:.0f} s"
-        if sys.stdout.isatty():
-            self._show(text, progress)
-        elif now - self._last >= self._every_s or progress >= 1:
-            self._last = now
-            print(text, flush=True)
-
-    def _show(self, text: str, progress: float) -> None:
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bars
-
-        if self._live is None:
-            self._live = Bars(
-                BarColumn(20), TextColumn("{task.percentage:3.0f}%  {task.description}")
-            )
-            self._live.start()
-            self._task = self._live.add_task(text, total=1.0)
-        self._live.update(self._task, completed=progress, description=text)
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        if self._live:
-            self._live.stop()
-            self._live = None
 
 
 def write_curve(directory: Path, curve: Sequence[Point]) -> None:

@@ -1,8 +1,8 @@
 """`train_eagle3`: generate, train, evaluate, write; each stage goes on where it was stopped.
 
 Law: the run directory is the state: options.json, data/, checkpoint.pt, and at the end weights/
-with the drafter, its card and its curve. Ctrl-C at any time loses at most the batch in hand. This
-module only puts the stages in order.
+with the drafter, its card and its curve. Ctrl-C at any time loses at most the batch in hand. What
+can be checked is checked before the target is loaded. This module only puts the stages in order.
 """
 
 from __future__ import annotations
@@ -15,16 +15,23 @@ import msgspec
 import torch
 from torch import Tensor
 
+from tandemkv.base.errors import ConfigError
 from tandemkv.train import data, evaluate, prompts, report, weights
 from tandemkv.train.eagle3 import Eagle3Trainee, Shape
 from tandemkv.train.options import (
     CPU_POOLS,
+    CPU_TOKENS,
     GPU_POOLS,
+    GPU_TOKENS,
     PoolOptions,
     TrainOptions,
     claim_directory,
+    holds_run,
+    resume_command,
+    resumed,
     write_atomically,
 )
+from tandemkv.train.progress import Progress
 from tandemkv.train.selfplay import SelfPlay
 from tandemkv.train.teacher import Teacher, choose_device, load_teacher
 from tandemkv.train.trainer import Trainer
@@ -44,22 +51,30 @@ def train_eagle3(options: TrainOptions) -> TrainResult:
     """Train an EAGLE-3 drafter for a target by self-distillation.
 
     Returns when the budget is used (weights, card, curve and acceptance are written) or when it was
-    paused (call again with resume). Raises ConfigError for options that cannot work.
+    paused (call again with resume). Raises ConfigError for options that cannot work, and
+    KeyboardInterrupt, which says how to go on once there is something to go on with.
     """
+    options = resumed(options)
     options.validate()
-    progress = report.Progress(options.quiet)
+    for path in (*options.prompts, *options.evaluate):
+        prompts.check_prompts(path)
+    progress = Progress(options.quiet)
     try:
         return _train(options, progress)
     except KeyboardInterrupt:
-        progress.note(f"stopped; go on with --out {options.out} --resume")
-        raise
+        raise KeyboardInterrupt(*_how_to_go_on(options)) from None
     finally:
         progress.close()
 
 
-def _train(options: TrainOptions, progress: report.Progress) -> TrainResult:
-    out = Path(options.out)
-    teacher = load_teacher(options.target, choose_device(options.device))
+def _how_to_go_on(options: TrainOptions) -> list[str]:
+    return [f"stopped; go on with: {resume_command(options)}"] if holds_run(options) else []
+
+
+def _train(options: TrainOptions, progress: Progress) -> TrainResult:
+    out, device = Path(options.out), choose_device(options.device)
+    progress.note(f"loading the target, {options.target or 'the embedded default'}, on {device}")
+    teacher = load_teacher(options.target, device)
     chat = prompts.ChatFormat(teacher.tokenizer, teacher.eos_token_ids)
     scripts = chat.scripts()
     claim_directory(options)
@@ -68,12 +83,13 @@ def _train(options: TrainOptions, progress: report.Progress) -> TrainResult:
     pools = data.load_pools(options.data_dir, options.held_out, teacher.device)
     ranking = data.token_ranking(pools, teacher.vocab_size)
     trainer = _trainer(options, teacher, pools, ranking, out)
-    finished = trainer.fit(progress.trained, out / "checkpoint.pt")
+    progress.note(f"training on batches of about {options.batch_tokens} tokens")
+    finished = trainer.fit(progress.trained, out / "checkpoint.pt", progress.stopping)
     if not finished:
         report.write_curve(out, trainer.curve)
         progress.note(
             f"paused at step {trainer.step} ({100 * trainer.progress:.0f} %);"
-            f" go on with --out {out} --resume"
+            f" go on with: {resume_command(options)}"
         )
         return TrainResult(False, trainer.step, trainer.tokens, None, [])
     return _finish(options, trainer, chat, scripts, ranking, progress)
@@ -85,11 +101,12 @@ def _generate(
     teacher: Teacher,
     chat: prompts.ChatFormat,
     scripts: prompts.TurnScripts,
-    progress: report.Progress,
+    progress: Progress,
 ) -> None:
     """Make the training rows, unless an earlier call finished them."""
     finished = options.data_dir / "finished"
     if finished.exists():
+        progress.note(f"taking the generated rows in {options.data_dir}")
         return
     given = prompts.training_prompts(
         options.prompts, options.texts, chat, copies=1500, seed=options.seed
@@ -97,8 +114,12 @@ def _generate(
     longest = max(pool.length for pool in pools)
     if longest > teacher.max_length:
         pools = tuple(p for p in pools if p.length <= teacher.max_length)
+        if not pools:
+            raise ConfigError(f"pools: all rows are longer than the target's {teacher.max_length}")
         progress.note(f"target reads {teacher.max_length} tokens: longer rows are left out")
     budget = options.data_tokens or (None if options.data_seconds else _default_tokens(teacher))
+    limit = f"{budget} tokens" if budget else f"{options.data_seconds:g} s"
+    progress.note(f"generating training rows: {limit}, {', '.join(pool.name for pool in pools)}")
     data.generate(
         pools,
         given,
@@ -115,7 +136,7 @@ def _generate(
 
 
 def _default_tokens(teacher: Teacher) -> int:
-    return 25_000_000 if teacher.device.type == "cuda" else 20_000
+    return GPU_TOKENS if teacher.device.type == "cuda" else CPU_TOKENS
 
 
 def _trainer(
@@ -169,7 +190,7 @@ def _finish(
     chat: prompts.ChatFormat,
     scripts: prompts.TurnScripts,
     ranking: Tensor,
-    progress: report.Progress,
+    progress: Progress,
 ) -> TrainResult:
     """Held-out loss, weights, acceptance, card; weights first, so that they are safe."""
     teacher, target = trainer.teacher, Path(options.out) / "weights"
@@ -179,6 +200,7 @@ def _finish(
     record = {"steps": trainer.step, "tokens": trainer.tokens, "seconds": round(trainer.seconds)}
     weights.export(target, trainer.trainee, teacher, ranking, rows, record)
     report.write_curve(target, curve)
+    progress.note(f"weights are written; measuring acceptance, K {options.num_draft_tokens}")
     results = judge(options, trainer.trainee, teacher, chat, scripts, trainer.pools, ranking)
     write_atomically(target / "acceptance.json", msgspec.json.encode(results))
     sizes = data_sizes(options) | {

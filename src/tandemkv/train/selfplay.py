@@ -11,7 +11,7 @@ Magpie, arXiv 2406.08464. This module judges nothing it generates.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ FORCED, ANSWER, QUESTION = 0, 1, 2
 USER, ASSISTANT = 0, 1
 MIN_P = 0.02
 """Tokens under this share of the likeliest one are never drawn."""
+REPORT_EVERY = 16
 
 
 class SelfPlay:
@@ -57,18 +58,22 @@ class SelfPlay:
         max_question: int = 160,
         seed: int = 0,
         steps: int | None = None,
+        report: Callable[[int], None] = lambda _: None,
     ) -> tuple[Tensor, Tensor]:
         """Play one batch: tokens [B, T] long and kinds [B, T] int8, on the teacher's device.
 
         prompts: one per row; None lets the target invent the first question. steps: positions to
-        fill (default: the whole row). Equal seeds give equal rows on one device.
+        fill (default: the whole row). report(positions filled) is called now and then. Equal
+        seeds give equal rows on one device.
         """
         torch.manual_seed(seed)
         self._load(prompts, temperatures, max_answer, max_question)
         if self.teacher.device.type == "cuda" and self._graph is None:
             self._capture()
             self._load(prompts, temperatures, max_answer, max_question)
-        for _ in range((steps or self.length) - 1):
+        for position in range((steps or self.length) - 1):
+            if position % REPORT_EVERY == 0:
+                report(position)
             if self._graph is not None:
                 self._graph.replay()
             else:

@@ -7,7 +7,8 @@ module samples nothing and trains nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -218,11 +219,28 @@ def load_teacher(target: str | None, device: torch.device) -> Teacher:
     directory = _directory(target)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        with _no_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=dtype, local_files_only=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"target {target}: {str(error).splitlines()[0]}") from None
     return Teacher(model.to(device), tokenizer)
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keep transformers' own bars off the terminal: what is loading was said."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _directory(target: str | None) -> str:

@@ -47,10 +47,13 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class StopSignal:
-    """Ctrl-C asks for a stop after the step in hand; a second one interrupts at once."""
+    """Ctrl-C asks for a stop after the step in hand; a second one interrupts at once.
 
-    def __init__(self) -> None:
-        self.asked = False
+    answer: called at the first, from the signal's handler.
+    """
+
+    def __init__(self, answer: Callable[[], None] = lambda: None) -> None:
+        self.asked, self._answer = False, answer
         self._before: Any = None
 
     def __enter__(self) -> StopSignal:
@@ -66,6 +69,7 @@ class StopSignal:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+        self._answer()
 
 
 class Trainer:
@@ -102,14 +106,20 @@ class Trainer:
         """Whether the budget is used up."""
         return self.progress >= 1.0
 
-    def fit(self, report: Callable[[Point, float], None], checkpoint: Path) -> bool:
+    def fit(
+        self,
+        report: Callable[[Point, float], None],
+        checkpoint: Path,
+        stopping: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Train until the budget is used (True) or a pause is due or asked for (False).
 
         Saves at every checkpoint interval and on the way out. report(point, progress).
+        stopping is called when Ctrl-C asks for the stop.
         """
         start = saved = time.monotonic()
         before = self.seconds
-        with StopSignal() as stop:
+        with StopSignal(stopping) as stop:
             while not self.done and not stop.asked and not self._pause_due(start):
                 point = self._one_step()
                 self.seconds = before + time.monotonic() - start
