@@ -145,7 +145,7 @@ def test_only_the_paths_asked_for_are_reported(prompts_file):
 
 def test_what_was_finished_outlives_an_interruption(prompts_file):
     class Impatient(acceptance.Progress):
-        def phase(self, name, tokens):
+        def phase(self, name, index, of, prompts, tokens):
             if "second" in name:
                 raise KeyboardInterrupt
 
@@ -158,14 +158,54 @@ def test_what_was_finished_outlives_an_interruption(prompts_file):
     assert document["provenance"]["interrupted"]
 
 
+class Counting(acceptance.Progress):
+    """Keeps what it is told, a list of advances for each phase."""
+
+    def __init__(self):
+        self.phases, self.advances, self.num_done = [], [], 0
+
+    def phase(self, name, index, of, prompts, tokens):
+        self.phases.append((index, of, prompts, tokens))
+        self.advances.append([])
+
+    def advance(self, tokens, prompts, spared):
+        self.advances[-1].append((tokens, prompts, spared))
+
+    def done(self):
+        self.num_done += 1
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        ("ngram", {}),
+        ("ngram", {"paths": ("resumed",), "plain": False, "show_loss": True}),
+        ("draft_model", {"paths": ("cold", "warm"), "show_loss": True}),
+    ],
+)
+def test_each_phase_is_told_with_its_number_and_its_end(prompts_file, drafter, options):
+    lab = experiment(prompts_file, drafter, **options)
+    lab.progress = seen = Counting()
+    lab.run()
+    total = len(seen.phases)
+    assert [(index, of) for index, of, *_ in seen.phases] == [
+        (i, total) for i in range(1, total + 1)
+    ]
+    assert seen.num_done == total
+    for (_, _, prompts, tokens), advances in zip(seen.phases, seen.advances, strict=True):
+        emitted, ended, spared = map(sum, zip(*advances, strict=True))
+        assert ended == prompts == 3
+        assert emitted + spared == tokens
+
+
 def test_an_interrupted_run_leaves_nothing_in_the_engine():
     engine = tiny_engine("eagle3")
 
-    def stop(_):
+    def stop(*_):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(engine, JOBS, on_tokens=stop)
+        run(engine, JOBS, on_step=stop)
     assert not engine.has_work
     assert used_pages(engine) == [0] * len(engine.layout.groups)
 

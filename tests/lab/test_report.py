@@ -1,11 +1,15 @@
 """The verdict and the words: what breaks parity is named, what does not is not."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from tandemkv.base.errors import ConfigError
 from tandemkv.lab import provenance, report
+from tandemkv.lab.command import interruption
+from tandemkv.lab.progress import BarProgress
 from tandemkv.lab.rows import Row
 
 
@@ -131,3 +135,48 @@ def test_a_results_file_is_whole_or_absent(tmp_path):
     assert json.loads(path.read_text()) == content
     with pytest.raises(ConfigError, match="--json"):
         provenance.write_json(tmp_path, {})
+
+
+def test_a_results_file_that_cannot_be_written_is_refused_before_it_is_needed(tmp_path):
+    provenance.check_writable(tmp_path / "rows.json")
+    (tmp_path / "file").touch()
+    for bad, cause in (
+        (tmp_path, "it is a directory"),
+        (tmp_path / "none" / "rows.json", "there is no directory"),
+        (tmp_path / "file" / "rows.json", "there is no directory"),
+    ):
+        with pytest.raises(ConfigError, match=f"--json {bad}: {cause}"):
+            provenance.check_writable(bad)
+    assert not (tmp_path / "rows.json").exists()
+
+
+def test_an_interruption_promises_no_rows_that_there_are_not():
+    assert interruption(0) == "interrupted"
+    assert interruption(1) == "interrupted: the row above is complete, the rest is missing"
+    assert "the 3 rows above are complete" in interruption(3)
+
+
+def told(*, terminal, verbose=False):
+    """What a phase of two prompts that end early shows."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=120, color_system=None)
+    with BarProgress(console, verbose=verbose) as progress:
+        progress.loading("eagle3")
+        progress.phase("eagle3: cold", 2, 9, 2, 128)
+        progress.advance(30, 1, 34)
+        progress.advance(64, 1, 0)
+        progress.done()
+    return out.getvalue()
+
+
+def test_in_a_pipe_a_finished_phase_is_one_line_with_its_number_and_its_seconds():
+    (line,) = told(terminal=False).splitlines()
+    assert line.startswith("[2/9] eagle3: cold: 2 prompts, 94 tokens, ")
+    assert line.endswith(" s")
+    assert told(terminal=False, verbose=True).splitlines()[0].startswith("loading the model with")
+
+
+def test_on_a_terminal_a_bar_shows_prompts_and_tokens_done():
+    text = told(terminal=True)
+    for part in ("loading the model", "[2/9] eagle3: cold", "2/2 prompts", "94/94 tokens", "left"):
+        assert part in text

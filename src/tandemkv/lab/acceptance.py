@@ -56,11 +56,17 @@ class LabOptions(msgspec.Struct, frozen=True, kw_only=True):
 class Progress:
     """Where the experiment stands; the base class keeps silent."""
 
-    def phase(self, name: str, tokens: int) -> None:
-        """A phase begins that emits at most `tokens`."""
+    def loading(self, drafter: str) -> None:
+        """An engine with this drafter is being loaded."""
 
-    def advance(self, tokens: int) -> None:
-        """That many more were emitted."""
+    def phase(self, name: str, index: int, of: int, prompts: int, tokens: int) -> None:
+        """Phase `index`, from 1, begins: prompts that emit at most `tokens` together."""
+
+    def advance(self, tokens: int, prompts: int, spared: int) -> None:
+        """So many tokens more, so many prompts ended, and these left `spared` tokens unused."""
+
+    def done(self) -> None:
+        """The phase is over, to its end."""
 
 
 class Experiment:
@@ -81,6 +87,17 @@ class Experiment:
         self._paths = self._possible(options.paths)
         self._plain: dict[str, Run] = {}
         self._turns: dict[str, list[Job]] = {}
+        self._num_begun = 0
+
+    @property
+    def num_phases(self) -> int:
+        """How many phases `run()` has."""
+        options, paths = self.options, set(self._paths)
+        cold_second = "second_turn" in paths
+        plain = 1 + len(paths & {"warm", "second_turn"})
+        drafter = 1 + len(paths - {"cold"}) + cold_second
+        losing = sum(_has_rows(name) for name in options.drafters) if options.show_loss else 0
+        return options.plain * plain + len(options.drafters) * drafter + 2 * losing
 
     def _possible(self, asked: tuple[str, ...] | None) -> tuple[str, ...]:
         if any(conversation.follow_ups for conversation in self._conversations):
@@ -97,7 +114,7 @@ class Experiment:
             self._run_plain(self._engine("none"))
         for drafter in options.drafters:
             cold = self._run_paths(self._engine(drafter), drafter)
-            if options.show_loss and drafter != "ngram":  # which has no rows
+            if options.show_loss and _has_rows(drafter):
                 self._run_withheld(self._engine(drafter, ROW_FAULT), drafter, cold)
         return self.rows
 
@@ -108,6 +125,7 @@ class Experiment:
             config = msgspec.structs.replace(config, drafter_path=None, num_draft_tokens=None)
         if faults:
             config = msgspec.structs.replace(config, faults=faults)
+        self.progress.loading(drafter)
         engine = self._make_engine(config)
         run(engine, [Job("warm-up", self._first_turns(engine)[0].prompt[:16], 4)])
         return engine
@@ -172,14 +190,23 @@ class Experiment:
 
     def _phase(self, engine: Engine, name: str, jobs: list[Job], *, suspend: bool = False) -> Run:
         drafter = engine.drafter.spec.method if engine.drafter else "no drafter"
-        self.progress.phase(f"{drafter}: {name}", sum(job.max_tokens for job in jobs))
-        return run(
+        self._num_begun += 1
+        self.progress.phase(
+            f"{drafter}: {name}",
+            self._num_begun,
+            self.num_phases,
+            len(jobs),
+            sum(job.max_tokens for job in jobs),
+        )
+        done = run(
             engine,
             jobs,
             suspend=suspend,
             keep_rows=self._paths != ("cold",),
-            on_tokens=self.progress.advance,
+            on_step=self.progress.advance,
         )
+        self.progress.done()
+        return done
 
     def _first_turns(self, engine: Engine) -> list[Job]:
         if "first" not in self._turns:
@@ -224,6 +251,10 @@ class Experiment:
                 fault=", ".join(engine.config.faults) or None,
             )
         )
+
+
+def _has_rows(drafter: str) -> bool:
+    return drafter != "ngram"
 
 
 def _from_config(config: EngineConfig) -> Engine:

@@ -6,26 +6,36 @@ exit status says which. This module decides nothing about acceptance.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from tandemkv.base.config import EngineConfig
 from tandemkv.lab.acceptance import Experiment, LabOptions
+from tandemkv.lab.progress import BarProgress
 from tandemkv.lab.provenance import write_json
-from tandemkv.lab.report import (
-    BarProgress,
-    console,
-    document,
-    sentences,
-    tables,
-    verdict,
-)
+from tandemkv.lab.report import console, document, sentences, tables, verdict
+
+if TYPE_CHECKING:
+    from tandemkv.engine.engine import Engine
 
 EXIT_PARITY = 1
 EXIT_INTERRUPTED = 130
 
 
-def acceptance(options: LabOptions, json_path: str | None = None) -> int:
+def acceptance(
+    options: LabOptions,
+    json_path: str | None = None,
+    *,
+    verbose: bool = False,
+    make_engine: Callable[[EngineConfig], Engine] | None = None,
+) -> int:
     """Run, report, and return the exit status: 0, 1 if parity is broken, 130 if interrupted."""
-    experiment = Experiment(options)
+    experiment = Experiment(options, make_engine=make_engine)
     interrupted = False
-    with BarProgress(console(stderr=True)) as progress:
+    with BarProgress(Console(stderr=True), verbose=verbose) as progress:
         experiment.progress = progress
         try:
             experiment.run()
@@ -53,10 +63,17 @@ def _report(experiment: Experiment, interrupted: bool) -> int:
         out.print(table)
     for sentence in sentences(rows):
         out.print(sentence, highlight=False)
-    judged = experiment.judged
-    held, line = verdict(rows, judged=judged)
     if interrupted:
-        console(stderr=True).print("interrupted: the rows above are complete, the rest is missing")
+        print(f"tandemkv: {interruption(len(rows))}", file=sys.stderr)
         return EXIT_INTERRUPTED
+    held, line = verdict(rows, judged=experiment.judged)
     (out if held else console(stderr=True)).print(line, highlight=False)
     return 0 if held else EXIT_PARITY
+
+
+def interruption(num_rows: int) -> str:
+    """What an interruption left of the report."""
+    if not num_rows:
+        return "interrupted"
+    rows = "the row above is" if num_rows == 1 else f"the {num_rows} rows above are"
+    return f"interrupted: {rows} complete, the rest is missing"

@@ -69,9 +69,13 @@ def run(
     *,
     suspend: bool = False,
     keep_rows: bool = False,
-    on_tokens: Callable[[int], None] = lambda count: None,
+    on_step: Callable[[int, int, int], None] = lambda tokens, ended, spared: None,
 ) -> Run:
-    """Run jobs to their end, batched; on_tokens hears how many tokens each step emitted."""
+    """Run jobs to their end, batched.
+
+    on_step hears of each step how many tokens it emitted, how many jobs ended in it, and how many
+    tokens short of their limit those ended.
+    """
     started = time.perf_counter()
     requests = [_add(engine, job) for job in jobs]
     pending = {
@@ -79,11 +83,15 @@ def run(
         for job, request in zip(jobs, requests, strict=True)
         if suspend
     }
+    of = {request.id: (job, request) for job, request in zip(jobs, requests, strict=True)}
     suspensions = 0
     rows: dict[tuple[str, int], tuple[Rows, ...]] = {}
     try:
         while engine.has_work:
-            on_tokens(sum(len(output.tokens) for output in engine.step()))
+            outputs = engine.step()
+            ended = [of[output.request_id] for output in outputs if output.finished]
+            spared = sum(job.max_tokens - len(request.output) for job, request in ended)
+            on_step(sum(len(output.tokens) for output in outputs), len(ended), spared)
             if keep_rows:
                 for job, request in zip(jobs, requests, strict=True):
                     _keep(engine, job, request, rows)

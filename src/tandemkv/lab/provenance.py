@@ -90,6 +90,21 @@ def _field(path: str, name: str) -> str | None:
     return next(found, None)
 
 
+def check_writable(path: str | Path) -> None:
+    """Refuse, before anything is measured, a results file that cannot be written: ConfigError."""
+    path = Path(path)
+    parent = path.parent
+    if path.is_dir():
+        problem = "it is a directory"
+    elif not parent.is_dir():
+        problem = f"there is no directory {parent}"
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        problem = f"the directory {parent} cannot be written"
+    else:
+        return
+    raise ConfigError(f"--json {path}: {problem}")
+
+
 def write_json(path: str | Path, content: dict[str, Any]) -> None:
     """Write a results file, whole or not at all. Raises ConfigError naming the path."""
     path = Path(path)

@@ -12,11 +12,9 @@ from typing import Any
 import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
-from tandemkv.lab.acceptance import WITHHELD, Progress
+from tandemkv.lab.acceptance import WITHHELD
 from tandemkv.lab.provenance import SCHEMA, provenance
 from tandemkv.lab.rows import MIN_STEPS, Row, failures
 
@@ -175,42 +173,3 @@ def document(
         "provenance": origin,
         "rows": [msgspec.to_builtins(row) for row in rows],
     }
-
-
-class BarProgress(Progress):
-    """A bar per phase on stderr; nothing where stderr is not a terminal but a line per phase."""
-
-    def __init__(self, on: Console) -> None:
-        self._console = on
-        self._bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("tokens"),
-            TimeElapsedColumn(),
-            console=on,
-            disable=not on.is_terminal,
-        )
-        self._task: Any = None
-
-    def __enter__(self) -> BarProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def phase(self, name: str, tokens: int) -> None:
-        self._finish()
-        if not self._console.is_terminal:
-            self._console.print(f"{name}, up to {tokens} tokens", highlight=False)
-        self._task = self._bar.add_task(name, total=tokens)
-
-    def advance(self, tokens: int) -> None:
-        self._bar.advance(self._task, tokens)
-
-    def _finish(self) -> None:
-        """Texts that stopped early leave a bar short of its total: set it to what was emitted."""
-        if self._task is not None:
-            done = self._bar.tasks[self._task].completed
-            self._bar.update(self._task, total=done)
