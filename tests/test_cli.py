@@ -1,5 +1,6 @@
 """The command line: options from the line and the file, one line per error, cheap help."""
 
+import contextlib
 import io
 import json
 import re
@@ -13,7 +14,7 @@ import pytest
 
 from tandemkv.base.config import EngineConfig
 from tandemkv.base.errors import ConfigError
-from tandemkv.cli import app, options, preparing, run
+from tandemkv.cli import app, loading, options, preparing, run
 from tandemkv.cli.measuring import lab_options
 from tandemkv.cli.options import engine_config, speculative
 
@@ -70,7 +71,17 @@ def test_version_is_printed(capsys):
         (["acceptence"], "did you mean 'acceptance'"),
         (["serve", "--drafte", "x"], "no such option: --drafte; did you mean --drafter"),
         (["serve", "--port"], "requires an argument"),
-        (["serve", "--port", "many"], "--port"),
+        (["serve", "--nope"], "no such option: --nope\n"),
+        (["serv"], "no such command 'serv'; did you mean 'serve'?\n"),
+        (["train", "eagle4"], "no such command 'eagle4'; did you mean 'eagle3'?\n"),
+        (["serve", "--port", "many"], "--port must be an integer, got 'many'\n"),
+        (["serve", "--grace", "-1"], "--grace must be in [0, 86400] seconds"),
+        (["generate", "x", "--top-p", "much"], "--top-p must be a number, got 'much'\n"),
+        (["acceptance", "--limit", "x"], "--limit must be an integer, got 'x'\n"),
+        (["acceptance", "--json", "/nowhere/x.json"], "there is no directory /nowhere"),
+        (["acceptance", "--json", "/"], "--json /: it is a directory"),
+        (["explain", "--max-tokens", "0"], "--max-tokens must be at least 1"),
+        (["explain", "--prompt", ""], "not empty"),
         (["serve", "--port", "99999"], "--port must be in"),
         (["serve", "--block-size", "12"], "block_size must be a power of two"),
         (["serve", "--claim-policy", "lazy"], "claim_policy must be one of exact, fast, auto"),
@@ -90,7 +101,6 @@ def test_version_is_printed(capsys):
         (["acceptance", "--batch", "2", "--max-running", "3"], "say the same twice"),
         (["serve", "--config", "/nowhere.yaml"], "--config /nowhere.yaml"),
         (["train", "eagle3"], "--out is missing"),
-        (["train", "eagle4"], "no such command 'eagle4'"),
     ],
 )
 def test_a_bad_command_line_is_one_line_that_names_the_cause(argv, cause, capsys):
@@ -178,7 +188,10 @@ def test_lists_and_mappings_of_a_file_mean_what_the_line_would(given, tmp_path):
         ("thread: 1\n", "unknown key 'thread'; did you mean 'threads'"),
         ("- a\n", "expected options"),
         ("a: [\n", "--config"),
-        ("block_size: many\n", "block-size"),
+        ("block_size: many\n", "--block-size must be an integer, got 'many'"),
+        ("block_size: 1.5\n", "--block-size must be an integer, got '1.5'"),
+        ("threads: true\n", "--threads"),
+        ("debug: perhaps\n", "--debug must be true or false"),
     ],
 )
 def test_a_bad_file_is_refused_by_key(content, cause, tmp_path, capsys):
@@ -265,12 +278,6 @@ def test_acceptance_reports_and_writes_its_rows(tiny, tmp_path, capsys):
     assert content["provenance"]["options"]["prompts"] == str(prompts)
 
 
-def test_a_report_that_cannot_be_written_is_one_line(tiny, capsys):
-    lab = ["--drafter", "ngram", "--limit", "1", "--max-tokens", "4", "--paths", "cold"]
-    assert run(["acceptance", *tiny, *lab, "--json", "/nowhere/rows.json"]) == 2
-    assert "--json /nowhere/rows.json" in capsys.readouterr().err
-
-
 def test_a_missing_second_turn_is_named_before_any_path_runs(tiny, tmp_path, capsys):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "abc"}\n')
@@ -325,32 +332,199 @@ def test_convert_prints_where_a_model_lies(tiny, capsys):
     assert capsys.readouterr().out.strip() == tiny[1]
 
 
-def test_serve_answers_and_ends_on_a_signal(tiny):
-    start = "from tandemkv.cli import main; main()"
-    command = [sys.executable, "-c", start, "serve", *tiny, "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+MAIN = [sys.executable, "-c", "from tandemkv.cli import main; main()"]
+
+
+@contextlib.contextmanager
+def popen(*argv):
+    """A command in a process of its own, ended whatever happens."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*MAIN, *argv], **pipes) as process:
         try:
-            url = re.search(r"http://\S+", server.stdout.readline()).group()
+            yield process
+        finally:
+            process.kill()
+
+
+def test_an_interrupt_that_is_lost_comes_again(monkeypatch, capsys):
+    """Raised in a finalizer it cannot pass; the command must end all the same."""
+    import time
+
+    from tandemkv.cli import serving
+
+    class Lost:
+        def __del__(self):
+            raise KeyboardInterrupt
+
+    def ask():
+        Lost()
+        time.sleep(30)
+
+    monkeypatch.setattr(serving, "engine_config", lambda given: ask())
+    assert run(["generate", "x"]) == 130
+    assert one_line(capsys) == "tandemkv: interrupted\n"
+
+
+def test_serve_says_what_it_loads_and_what_answers_and_ends_on_a_signal(tiny):
+    with popen("serve", *tiny, "--drafter", "ngram", "--port", "0") as server:
+        try:
+            assert server.stderr.readline() == f"loading {tiny[1]}, drafter ngram ...\n"
+            ready = server.stdout.readline()
+            url = re.search(r"http://\S+", ready).group()
             with urllib.request.urlopen(f"{url}/models") as answer:
                 assert json.load(answer)["data"]
         finally:
             server.send_signal(signal.SIGINT)
         assert server.wait(60) == 0
+        assert server.stderr.read() == ""
+    told = "drafter ngram, K 4, float32 on cpu, 1 thread, cache of 4,096 tokens"
+    assert ready == f"serving {tiny[1].rsplit('/', 1)[-1]} on {url} ({told})\n"
+
+
+def test_a_second_interrupt_does_not_wait_for_requests_in_flight(tiny):
+    """The first one says how many there are; they would run for longer than the test."""
+    argv = ["serve", *tiny, "--drafter", "none", "--port", "0"]
+    argv += ["--grace", "3600", "--max-running", "1"]
+    sent = {"prompt": ["x"] * 8, "n": 16, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with popen(*argv) as server:
+        server.stderr.readline()
+        url = re.search(r"http://\S+", server.stdout.readline()).group()
+        asked = urllib.request.Request(
+            f"{url}/completions", json.dumps(sent).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(asked) as answer:
+            answer.readline()
+            server.send_signal(signal.SIGINT)
+            line = server.stderr.readline()
+            assert line == "finishing 1 request; press Ctrl-C again to stop now\n"
+            server.send_signal(signal.SIGINT)
+            assert server.stderr.read() == "tandemkv: interrupted\n"
+            assert server.wait(60) == 130
+
+
+@pytest.mark.parametrize("argv", [("generate", "x"), ("acceptance", "--limit", "1")])
+def test_an_interrupt_while_loading_is_one_line(argv, tiny):
+    with popen(*argv, *tiny, "--verbose") as process:
+        assert process.stderr.readline().startswith("loading ")
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == "tandemkv: interrupted\n"
+        assert process.wait(60) == 130
+
+
+def test_loading_is_told_where_it_is_asked_for_and_never_on_stdout(tiny, capsys):
+    argv = ["generate", "abc", *tiny, "--drafter", "none", "--max-tokens", "2"]
+    assert run(argv) == 0
+    quiet = capsys.readouterr()
+    assert run([*argv, "--verbose"]) == 0
+    told = capsys.readouterr()
+    assert quiet.err.startswith("[")
+    assert told.err.startswith(f"loading {tiny[1]}, no drafter ...\n[")
+    assert told.out == quiet.out
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({}, "the embedded SmolLM2-135M-Instruct, drafter eagle3"),
+        ({"model": "a/b"}, "a/b, no drafter"),
+        ({"model": "a/b", "drafter_path": "c"}, "a/b, drafter eagle3 from c"),
+        ({"drafter": "none"}, "the embedded SmolLM2-135M-Instruct, no drafter"),
+    ],
+)
+def test_what_is_loaded_is_what_was_asked_for(asked, told):
+    assert loading.asked(EngineConfig(**asked)) == told
+
+
+def test_cores_that_others_keep_busy_are_warned_of():
+    assert "--threads 1" in loading.busy("1.0 1.0 1.0 3/89 6027\n", cores=2)
+    assert loading.busy("9.0 9.0 9.0 2/89 6027\n", cores=2) is None
+    assert loading.busy("9.0 9.0 9.0 9/89 6027\n", cores=1) is None
+    assert loading.busy("9.0 9.0", cores=2) is None
+
+
+COMMANDS = ("serve", "generate", "chat", "acceptance", "explain")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_groups_the_options_and_ends_with_those_for_tests_and_with_examples(name, capsys):
+    assert run([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    own, engine, testing = (text.index(f"\n{h}") for h in ("Options:", "Engine", "Testing"))
+    examples = text.index("\nExamples:")
+    assert own < engine < testing < examples
+    assert engine < text.index("--threads") < testing < text.index("--debug")
+    assert text.index("--fault") < examples < text.index(f"  tandemkv {name}", examples)
+
+
+def test_each_example_of_help_is_a_command_line_that_is_accepted(capsys):
+    """Known commands and options, up to the help that ends it."""
+    import shlex
+
+    for name in COMMANDS:
+        assert run([name, "--help"]) == 0
+        lines = capsys.readouterr().out.partition("\nExamples:\n")[2].splitlines()
+        assert lines
+        for line in lines:
+            words = shlex.split(line.partition(" < ")[0])
+            assert words[:2] == ["tandemkv", name]
+            assert run([*words[1:], "--help"]) == 0
+            capsys.readouterr()
+
+
+def test_every_option_of_the_engine_and_of_sampling_shows_its_default():
+    shown = {option.name: option.default for option in (*options.ENGINE, *options.SAMPLING)}
+    assert [name for name, default in shown.items() if not default] == ["speculative_config"]
+
+
+def test_the_defaults_that_help_shows_are_those_that_hold():
+    from tandemkv.base.sampling import SamplingParams
+    from tandemkv.cli.serving import DEFAULT_GRACE_S, DEFAULT_MAX_TOKENS
+    from tandemkv.engine import resolve
+    from tandemkv.model import checkpoint, eagle3
+    from tandemkv.serve import http
+
+    shown = {option.name: option.default for option in (*options.ENGINE, *options.SAMPLING)}
+    config, params = EngineConfig(), SamplingParams()
+    assert shown["block_size"] == str(config.block_size)
+    assert shown["claim_policy"] == config.claim_policy
+    assert shown["prefix_caching"] == ("on" if config.prefix_caching else "off")
+    for name in ("drafter", "dtype", "device"):
+        assert shown[name].startswith(f"{getattr(config, name)}: ")
+    assert shown["max_model_len"].endswith(str(resolve.DEFAULT_MAX_MODEL_LEN))
+    gib, share = resolve.CPU_BUDGET_BYTES >> 30, resolve.GPU_BUDGET_SHARE
+    assert f"{gib} GiB" in shown["kv_cache_tokens"]
+    assert f"{share:.0%}" in shown["kv_cache_tokens"]
+    assert shown["cache_dir"] == str(checkpoint.DEFAULT_CACHE_DIR)
+    assert shown["draft_vocab"].startswith(f"{eagle3.DEFAULT_DRAFT_VOCAB} on CPU")
+    assert shown["max_tokens"] == str(DEFAULT_MAX_TOKENS)
+    for name in ("top_p", "top_k", "min_p"):
+        assert float(shown[name]) == getattr(params, name)
+    assert http.DEFAULT_GRACE_S == DEFAULT_GRACE_S == 10
+
+
+def test_the_limits_that_help_shows_are_those_of_an_engine(tiny):
+    from tandemkv.engine.engine import Engine
+
+    shown = {option.name: option.default for option in options.ENGINE}
+    asked = EngineConfig(model=tiny[1], drafter="ngram", kv_cache_tokens=4096, threads=1)
+    resolved = Engine.from_config(asked).resolved
+    for name in ("max_running", "max_batch_tokens"):
+        assert shown[name].startswith(f"{resolved[name]} on CPU, ")
+    assert shown["num_draft_tokens"] == f"the drafter's, {resolved['num_draft_tokens']}"
 
 
 def test_an_interrupted_experiment_writes_what_it_finished(tiny, tmp_path):
     prompts, found = tmp_path / "p.jsonl", tmp_path / "rows.json"
     prompts.write_text("".join(f'{{"prompt": "text {i} {i} {i}"}}\n' for i in range(12)))
-    code = "from tandemkv.cli import main; main()"
     lab = ["--drafter", "ngram", "--prompts", str(prompts), "--max-tokens", "200", "--no-plain"]
-    command = [sys.executable, "-c", code, "acceptance", *tiny, *lab, "--json", str(found)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        line = next(line for line in process.stderr if line.startswith("ngram: warm"))
+    with popen("acceptance", *tiny, *lab, "--json", str(found)) as process:
+        line = next(line for line in process.stderr if line.startswith("[2/3] ngram: warm"))
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
         assert process.wait(60) == 130, line + rest
+    assert "complete, the rest is missing" in rest
     content = json.loads(found.read_text())
-    assert [row["path"] for row in content["rows"]] == ["cold"]
+    assert [row["path"] for row in content["rows"]] in (["cold"], ["cold", "warm"])
     assert content["provenance"]["interrupted"]
 
 

@@ -7,15 +7,18 @@ command imports what it needs when it runs.
 
 from __future__ import annotations
 
+import _thread
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 
 from tandemkv.base.errors import ConfigError, RequestError, TandemError
 from tandemkv.cli import measuring, preparing, serving
-from tandemkv.cli.options import suggestion
+from tandemkv.cli.options import near, suggestion
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -54,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(argv: list[str]) -> int:
     """Run a command; the exit status. Errors are printed, one line, and never raised."""
+    hook, sys.unraisablehook = sys.unraisablehook, _repeat_interrupt
     try:
         root = typer.main.get_command(app)
         status = root.main(argv or ["--help"], prog_name="tandemkv", standalone_mode=False)
@@ -66,6 +70,16 @@ def run(argv: list[str]) -> int:
         return EXIT_ERROR
     except Exception as error:
         return _explain(error, argv)
+    finally:
+        sys.unraisablehook = hook
+
+
+def _repeat_interrupt(lost: Any) -> None:
+    """Interrupt again if that was lost in a place that cannot raise, as an import's callbacks."""
+    if issubclass(lost.exc_type, KeyboardInterrupt):
+        threading.Timer(0.02, _thread.interrupt_main).start()
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def _explain(error: Exception, argv: list[str]) -> int:
@@ -85,14 +99,26 @@ def _explain(error: Exception, argv: list[str]) -> int:
     return status
 
 
-def _usage(error: Exception) -> str:
+def _usage(error: Any) -> str:
     """What the option parser says, in our form, with a suggestion where there is a near name."""
-    near = getattr(error, "possibilities", None)
-    if near:
-        return f"no such option: {getattr(error, 'option_name', '')}; did you mean {near[0]}?"
-    message: str = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+    message: str = error.format_message().rstrip(".")
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    if hasattr(error, "possibilities"):
+        flags = [
+            flag for p in getattr(command, "params", ()) for flag in (*p.opts, *p.secondary_opts)
+        ]
+        return f"no such option: {error.option_name}{_near_flag(error.option_name, flags)}"
     if message.startswith("No such command"):
-        known = [str(command.name) for command in app.registered_commands]
-        known += [str(group.name) for group in app.registered_groups]
-        message += suggestion(message.split("'")[1], known)
+        name = message.split("'")[1]
+        known = list(getattr(command, "commands", ()))
+        return f"no such command {name!r}{suggestion(name, known)}"
+    if "valid boolean" in message:
+        return f"{error.param.opts[0]} must be true or false"
     return message[:1].lower() + message[1:]
+
+
+def _near_flag(asked: str, flags: Sequence[str]) -> str:
+    """The suggestion of a flag; the dashes, which all have, count for no likeness."""
+    by_name = {flag.lstrip("-"): flag for flag in flags}
+    found = near(asked.lstrip("-"), list(by_name))
+    return f"; did you mean {by_name[found]}?" if found else ""

@@ -11,39 +11,81 @@ from typing import Any
 import typer
 
 from tandemkv.base.errors import ConfigError
+from tandemkv.cli.loading import load, warned, watched
 from tandemkv.cli.options import ENGINE, MODEL, Opt, command, engine_config, names
 
+_PATHS = "cold,warm,second_turn,resumed"
 _ACCEPTANCE = (
-    Opt("paths", str, "Comma-separated; default: cold,warm,second_turn,resumed."),
-    Opt("prompts", str, "bundled, mt_bench, gsm8k, or a JSONL file of turns, messages or prompt."),
-    Opt("limit", int, "Take the first N conversations."),
-    Opt("max_tokens", int, "Longest output; default 64."),
-    Opt("batch", int, "Requests that run at once."),
+    Opt(
+        "paths",
+        str,
+        f"Some of {_PATHS}, comma-separated.",
+        default="all, second_turn where the prompts have one",
+    ),
+    Opt(
+        "prompts",
+        str,
+        "bundled, mt_bench, gsm8k, or a JSONL file of turns, messages or prompt.",
+        default="bundled, or the preset's",
+    ),
+    Opt("limit", int, "Take the first N conversations.", default="all"),
+    Opt("max_tokens", int, "Longest output.", default="64, or the preset's"),
+    Opt("batch", int, "Requests that run at once; the same as --max-running."),
     Opt("preset", str, "mt_bench or gsm8k: the protocol that quoted numbers follow."),
     Opt("json", str, "Write the rows to this file."),
-    Opt("plain", bool, "Also run without a drafter.", ("--plain/--no-plain",)),
-    Opt("show_loss", bool, "Add warm runs without the drafter's rows.", ("--show-loss",)),
+    Opt("plain", bool, "Also run without a drafter.", ("--plain/--no-plain",), default="on"),
+    Opt(
+        "show_loss",
+        bool,
+        "Add warm runs without the drafter's rows.",
+        ("--show-loss",),
+        default="off",
+    ),
 )
-_DRAFTERS = "eagle3 (the default), draft_model, ngram, several of them (a,b), or all."
+_DRAFTERS = {
+    "help": "eagle3, draft_model, ngram, several of them (a,b), or all: eagle3 and ngram.",
+    "default": "eagle3",
+}
 _EXPLAIN = (
     Opt("prompt", str, "Run this prompt and show where its KV came from."),
     Opt("then", str, "A second prompt, run after the first."),
-    Opt("max_tokens", int, "Longest output; default 16."),
+    Opt("max_tokens", int, "Longest output.", default="16"),
 )
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
-    engine = [o._replace(help=_DRAFTERS) if o.name == "drafter" else o for o in ENGINE]
-    command(app, "acceptance", *_ACCEPTANCE, MODEL, *engine)(acceptance)
-    command(app, "explain", *_EXPLAIN, MODEL, *ENGINE)(explain)
+    engine = [o._replace(**_DRAFTERS) if o.name == "drafter" else o for o in ENGINE]
+    command(
+        app,
+        "acceptance",
+        *(*_ACCEPTANCE, MODEL, *engine),
+        examples=(
+            "tandemkv acceptance --limit 12 --show-loss",
+            "tandemkv acceptance --preset gsm8k --json gsm8k.json",
+        ),
+    )(acceptance)
+    command(
+        app,
+        "explain",
+        *(*_EXPLAIN, MODEL, *ENGINE),
+        examples=(
+            "tandemkv explain",
+            'tandemkv explain --prompt "What is a cache?" --then "What is a cache for?"',
+        ),
+    )(explain)
 
 
 def acceptance(given: SimpleNamespace) -> int:
-    """Measure acceptance cold, warm, on second turns and after suspension."""
+    """Measure acceptance cold, warm, on second turns, when resumed."""
     from tandemkv.lab.command import acceptance as run
+    from tandemkv.lab.provenance import check_writable
 
-    return run(lab_options(given), given.json)
+    if given.json is not None:
+        check_writable(given.json)
+    options = lab_options(given)
+    make_engine = warned(options.engine)
+    return run(options, given.json, verbose=bool(given.verbose), make_engine=make_engine)
 
 
 def lab_options(given: SimpleNamespace) -> Any:
@@ -101,14 +143,16 @@ def _drafters(given: SimpleNamespace) -> tuple[str, ...]:
 
 
 def explain(given: SimpleNamespace) -> None:
-    """Show the resolved configuration with its reasons, and where a prompt's KV came from."""
-    config = engine_config(given)
-    from tandemkv.engine.engine import Engine
+    """Show the resolved options, and where a prompt's KV came from."""
+    if given.max_tokens is not None and given.max_tokens < 1:
+        raise ConfigError(f"--max-tokens must be at least 1, got {given.max_tokens}")
+    prompts = [text for text in (given.prompt, given.then) if text is not None]
+    if not all(text.strip() for text in prompts):
+        raise ConfigError("--prompt and --then must be texts that are not empty")
+    engine = load(engine_config(given), shown=watched(given.verbose))
     from tandemkv.lab.origins import explain_prompts
 
-    engine = Engine.from_config(config)
     for line in engine.resolved.lines():
         print(line)
-    prompts = [text for text in (given.prompt, given.then) if text is not None]
     for line in explain_prompts(engine, prompts, given.max_tokens or 16):
         print(line)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tandemkv.base.errors import ConfigError, RequestError, TandemError
+from tandemkv.cli.loading import description, load, watched
 from tandemkv.cli.options import (
     ENGINE,
     MODEL,
@@ -29,23 +30,53 @@ if TYPE_CHECKING:
     from tandemkv.sched.request import Request
 
 DEFAULT_MAX_TOKENS = 256
+DEFAULT_GRACE_S = 10.0
+MAX_GRACE_S = 86400
 _SERVE = (
-    Opt("host", str, "Address to listen on; default 127.0.0.1."),
-    Opt("port", int, "Port; default 8000, 0 takes a free one."),
+    Opt("host", str, "Address to listen on.", default="127.0.0.1"),
+    Opt("port", int, "Port; 0 takes a free one.", default="8000"),
+    Opt("grace", float, "Seconds that requests in flight have when it stops.", default="10"),
     Opt("model_option", str, "The same as MODEL.", ("--model",)),
 )
 _GENERATE = (
     Opt("prompt", str, "The user's message; `-` reads it from stdin.", positional=True),
-    Opt("raw", bool, "Continue the text as it is, without the chat template.", ("--raw",)),
+    Opt(
+        "raw",
+        bool,
+        "Continue the text as it is, without the chat template.",
+        ("--raw",),
+        default="off",
+    ),
 )
-_CHAT = (Opt("system", str, "A system message."),)
+_CHAT = (Opt("system", str, "A system message.", default="the template's"),)
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
-    command(app, "serve", MODEL_ARGUMENT, *_SERVE, *ENGINE)(serve)
-    command(app, "generate", *_GENERATE, MODEL, *SAMPLING, *ENGINE)(generate)
-    command(app, "chat", MODEL, *_CHAT, *SAMPLING, *ENGINE)(chat)
+    command(
+        app,
+        "serve",
+        *(MODEL_ARGUMENT, *_SERVE, *ENGINE),
+        examples=(
+            "tandemkv serve",
+            "tandemkv serve ./my-model --drafter-path ./my-drafter --port 9000",
+        ),
+    )(serve)
+    command(
+        app,
+        "generate",
+        *(*_GENERATE, MODEL, *SAMPLING, *ENGINE),
+        examples=(
+            'tandemkv generate "Why is the sky blue?"',
+            "tandemkv generate - --raw --max-tokens 64 < text.txt",
+        ),
+    )(generate)
+    command(
+        app,
+        "chat",
+        *(MODEL, *_CHAT, *SAMPLING, *ENGINE),
+        examples=('tandemkv chat --system "Answer in one sentence." --temperature 0.7 --seed 1',),
+    )(chat)
 
 
 def serve(given: SimpleNamespace) -> None:
@@ -58,22 +89,28 @@ def serve(given: SimpleNamespace) -> None:
     port = 8000 if given.port is None else given.port
     if not 0 <= port < 65536:
         raise ConfigError(f"--port must be in [0, 65535], got {port}")
-    from tandemkv.engine.background import AsyncEngine
-    from tandemkv.engine.engine import Engine
-    from tandemkv.serve.http import bind, run_server
+    grace_s = DEFAULT_GRACE_S if given.grace is None else given.grace
+    if not 0 <= grace_s <= MAX_GRACE_S:
+        raise ConfigError(f"--grace must be in [0, {MAX_GRACE_S}] seconds, got {grace_s}")
+    from tandemkv.serve.address import bind
 
-    sock = bind(given.host or "127.0.0.1", port)  # a port in use is said before models load
-    run_server(AsyncEngine(Engine.from_config(config)), sock)
+    sock = bind(given.host or "127.0.0.1", port)  # a port in use is said before anything loads
+    engine = load(config, shown=True)
+    from tandemkv.engine.background import AsyncEngine
+    from tandemkv.serve.http import run_server
+
+    about = description(engine.resolved)
+    run_server(AsyncEngine(engine), sock, grace_s=grace_s, about=about)
 
 
 def generate(given: SimpleNamespace) -> None:
-    """Answer one prompt, streaming, with the acceptance length shown."""
+    """Answer one prompt, streaming, with its acceptance length."""
     config = engine_config(given)
     params = _params(given)
     text = sys.stdin.read() if given.prompt == "-" else given.prompt
     if not text or not text.strip():
         raise RequestError("the prompt is empty: give a text, or - to read it from stdin")
-    engine = _load(config)
+    engine = load(config, shown=watched(given.verbose))
     if given.raw:
         prompt = list(engine.tokenizer.encode(text))
     else:
@@ -85,7 +122,7 @@ def chat(given: SimpleNamespace) -> None:
     """Talk with the model; an empty line or end of file ends it."""
     config = engine_config(given)
     params = _params(given)
-    engine = _load(config)
+    engine = load(config, shown=watched(given.verbose))
     encoder = _encoder(engine)
     messages: list[dict[str, str]] = []
     if given.system:
@@ -120,12 +157,6 @@ def _params(given: SimpleNamespace) -> SamplingParams:
     values: dict[str, Any] = {"temperature": 0.0, "max_tokens": DEFAULT_MAX_TOKENS}
     values |= {name: getattr(given, name) for name in names if getattr(given, name) is not None}
     return SamplingParams(**values)
-
-
-def _load(config: Any) -> Engine:
-    from tandemkv.engine.engine import Engine
-
-    return Engine.from_config(config)
 
 
 def _encoder(engine: Engine) -> Any:

@@ -13,11 +13,13 @@ import asyncio
 import contextlib
 import logging
 import socket
+import sys
 import time
 import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,9 +31,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tandemkv.base.errors import ConfigError, RequestError
+from tandemkv.base.errors import RequestError
 from tandemkv.engine.background import AsyncEngine
 from tandemkv.serve import answers, chat, metrics
+from tandemkv.serve.address import bind
 from tandemkv.serve.answers import Envelope, Format, Json, Piece
 from tandemkv.serve.fields import Body, decode_body, flag, refuse_unknown, text
 from tandemkv.serve.generation import Generation
@@ -50,6 +53,8 @@ MAX_BODY_BYTES = 8 << 20
 CLIENT_GONE = 499
 METRICS_WAIT_S = 2.0
 CANCEL_AFTER_S = 5
+DEFAULT_GRACE_S = 10.0
+FORCED_CLOSE_S = 2.0
 DONE = b"data: [DONE]\n\n"
 
 T = TypeVar("T")
@@ -391,8 +396,13 @@ class HttpServer:
     """
 
     def __init__(
-        self, engine: AsyncEngine, at: tuple[str, int] | socket.socket, *, grace_s: float = 10.0
+        self,
+        engine: AsyncEngine,
+        at: tuple[str, int] | socket.socket,
+        *,
+        grace_s: float = DEFAULT_GRACE_S,
     ) -> None:
+        self._engine = engine
         self._socket = at if isinstance(at, socket.socket) else bind(*at)
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -408,12 +418,24 @@ class HttpServer:
         self._server.grace_s = grace_s
         self._server.end_all = app.state.service.end_all
 
-    def run(self, ready: Callable[[str], None] | None = None) -> None:
-        """Serve until stopped or signalled; ready(url) is called when it answers."""
+    def run(
+        self,
+        ready: Callable[[str], None] | None = None,
+        stopping: Callable[[int], None] | None = None,
+    ) -> None:
+        """Serve until stopped or signalled; a second SIGINT does not wait: KeyboardInterrupt.
+
+        ready(url) is called when it answers, stopping(requests) when it stops with some in flight.
+        """
         if ready is not None:
             self._server.ready = lambda: ready(self.url)
+        self._server.stopping = stopping
         with contextlib.suppress(KeyboardInterrupt):
             self._server.run(sockets=[self._socket])
+        logging.getLogger("uvicorn.error").disabled = False
+        if self._server.force_exit:
+            self._engine.close(FORCED_CLOSE_S)
+            raise KeyboardInterrupt
 
     def stop(self) -> None:
         """Ask `run()`, in another thread, to end."""
@@ -422,40 +444,49 @@ class HttpServer:
 
 class _Uvicorn(uvicorn.Server):
     ready: Callable[[], None] | None = None
+    stopping: Callable[[int], None] | None = None
     end_all: Callable[[], None]
     grace_s: float
+    _loop: asyncio.AbstractEventLoop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started and self.ready is not None:
             self.ready()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        if self.force_exit and self.started:
+            self._loop.call_soon_threadsafe(self.end_all)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().call_later(self.grace_s, self.end_all)
+        in_flight = len(self.server_state.tasks)
+        if in_flight and self.stopping is not None:
+            self.stopping(in_flight)
+        self._loop.call_later(self.grace_s, self.end_all)
         await super().shutdown(sockets)
+        if self.force_exit:  # tasks cut off are no errors to report
+            logging.getLogger("uvicorn.error").disabled = True
 
 
-def run_server(engine: AsyncEngine, address: tuple[str, int] | socket.socket) -> None:
-    """Serve `engine` until a signal, then close it. Prints the URL when ready."""
-    server = HttpServer(engine, address)
-    server.run(lambda url: print(f"serving {engine.model_name} on {url}/v1", flush=True))
+def run_server(
+    engine: AsyncEngine,
+    address: tuple[str, int] | socket.socket,
+    *,
+    grace_s: float = DEFAULT_GRACE_S,
+    about: str = "",
+) -> None:
+    """Serve `engine` until a signal, then close it. Prints the URL, and `about`, when ready."""
 
+    def ready(url: str) -> None:
+        print(f"serving {engine.model_name} on {url}/v1{about and f' ({about})'}", flush=True)
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError, one line, if the address cannot be had."""
-    try:
-        if not 0 <= port < 1 << 16:
-            raise OSError("ports are in [0, 65536)")
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen(2048)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error}; choose another --host or --port"
-        ) from None
-    return bound
+    def stopping(count: int) -> None:
+        requests = f"{count} request{'s' if count > 1 else ''}"
+        print(f"finishing {requests}; press Ctrl-C again to stop now", file=sys.stderr, flush=True)
+
+    HttpServer(engine, address, grace_s=grace_s).run(ready, stopping)
 
 
 def _event(body: Json) -> bytes:
