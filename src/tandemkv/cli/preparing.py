@@ -6,52 +6,95 @@ Law: nothing is downloaded unless a hub id is named. The work is done elsewhere.
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import typer
 
 from tandemkv.base.errors import ConfigError
 from tandemkv.cli.options import MODEL_ARGUMENT, Opt, command
+from tandemkv.train import PoolOptions, TrainOptions, resumed, train_eagle3
+from tandemkv.train.options import CPU_POOLS, CPU_TOKENS, GPU_POOLS, GPU_TOKENS
 
-_CONVERT = (Opt("cache_dir", str, "Where converted models are kept."),)
+
+def _pools(pools: Sequence[PoolOptions]) -> str:
+    return ", ".join(f"{p.name} {p.rows} x {p.length} ({p.share:g})" for p in pools)
+
+
+def _with_default(option: Opt) -> Opt:
+    """The option, its help showing the default that the trainer's own record has."""
+    value = _DEFAULTS[option.name]
+    if option.default or value in (None, ()) or isinstance(value, bool):
+        return option
+    return option._replace(default=f"{value:g}" if isinstance(value, float) else str(value))
+
+
+_DEFAULTS = msgspec.structs.asdict(TrainOptions(out="")) | {"out": None}
+_CONVERT = (Opt("cache_dir", str, "Where converted models are kept.", default="~/.cache/tandemkv"),)
+_POOLS_EXAMPLE = '[{"name": "chat", "rows": 8, "length": 384, "share": 0.7}]'
 _TRAIN = (
     Opt("out", str, "Run directory: data, checkpoint, curve, weights. Required."),
-    Opt("target", str, "Safetensors directory, hub id or GGUF file; default: the embedded one."),
-    Opt("prompts", str, "JSONL files of first turns, a,b; without any the target prompts itself."),
-    Opt("texts", str, "Plain text files for copying tasks, a,b."),
-    Opt("evaluate", str, "JSONL files of held-out prompts, a,b."),
-    Opt("evaluate_limit", int, "Held-out prompts per file."),
-    Opt("data", str, "Directory of generated rows, to share between runs."),
-    Opt("pools", str, "JSON list of pools: name, rows, length, share, ..."),
-    Opt("data_tokens", int, "Tokens to generate."),
-    Opt("data_seconds", float, "Seconds to generate for."),
-    Opt("steps", int, "Budget: optimizer steps."),
+    Opt(
+        "target",
+        str,
+        "Safetensors directory, hub id (org/name) or GGUF file.",
+        default="the embedded SmolLM2-135M-Instruct",
+    ),
+    Opt("prompts", str, "JSONL files of first turns, a,b.", default="the target prompts itself"),
+    Opt("texts", str, "Plain text files for copying tasks, a,b.", default="no copying tasks"),
+    Opt("evaluate", str, "JSONL files of held-out prompts, a,b.", default="generated rows only"),
+    Opt("evaluate_limit", int, "Held-out prompts per file.", default="all"),
+    Opt("data", str, "Directory of generated rows, to share between runs.", default="OUT/data"),
+    Opt(
+        "pools",
+        str,
+        "Kinds of generated rows, a JSON list: `rows` rows of `length` tokens at a time, `share` of"
+        " the tokens; as well self_prompted, max_answer, max_question, temperatures and"
+        f" temperature_shares. Example: '{_POOLS_EXAMPLE}'",
+        default=f"{_pools(CPU_POOLS)} on CPU; {_pools(GPU_POOLS)} on a GPU",
+    ),
+    Opt(
+        "data_tokens",
+        int,
+        "Tokens to generate.",
+        default=f"{CPU_TOKENS} on CPU, {GPU_TOKENS} on a GPU",
+    ),
+    Opt("data_seconds", float, "Seconds to generate for, instead.", default="by tokens"),
+    Opt("steps", int, "Budget: optimizer steps. Give one of --steps, --tokens and --seconds."),
     Opt("tokens", int, "Budget: tokens."),
     Opt("seconds", float, "Budget: seconds of training."),
-    Opt("pause_after", float, "Stop and save after so many seconds of this call."),
-    Opt("resume", bool, "Go on in a directory that holds a run.", ("--resume",)),
+    Opt("pause_after", float, "Stop and save after so many seconds of this call.", default="never"),
+    Opt(
+        "resume",
+        bool,
+        "Go on with the run in --out, all of its options included; the budget may be raised.",
+        ("--resume",),
+    ),
     Opt("batch_tokens", int, "Tokens per step."),
-    Opt("lr", float, "Peak learning rate."),
+    Opt("lr", float, "Peak learning rate; adamw wants 0.001."),
     Opt("optimizer", str, "adamw or muon."),
-    Opt("warmup", float, "Share of the budget."),
-    Opt("final_lr", float, "Share of the peak at the end."),
+    Opt("warmup", float, "Share of the budget in which the learning rate rises."),
+    Opt("final_lr", float, "Learning rate at the end, as a share of the peak."),
     Opt("unroll", int, "Training-time-test steps."),
     Opt("unroll_decay", float, "Weight of each further step."),
     Opt("head_rows", int, "Rows of the head in one step's loss; 0: all."),
     Opt("head_random", int, "Of those, drawn anew each step."),
     Opt("context_dropout", float, "Share of rows that lose a leading part of their context."),
-    Opt("held_out", int, "Generated rows kept from training."),
+    Opt("held_out", int, "Generated rows of each pool kept from training."),
     Opt("checkpoint_s", float, "Seconds between checkpoints."),
-    Opt("init", str, "random or target."),
+    Opt("init", str, "random or target (the layer above the last captured one)."),
     Opt("num_draft_tokens", int, "K of the evaluation."),
     Opt("max_new_tokens", int, "Longest answer in the evaluation."),
     Opt("draft_vocab_rows", int, "Ranked head rows to write with the weights."),
     Opt("seed", int, "Same seed, same run."),
-    Opt("device", str, "auto, cpu or cuda."),
-    Opt("quiet", bool, "No progress.", ("--quiet",)),
+    Opt("device", str, "auto (cuda if there is one), cpu or cuda."),
+    Opt("quiet", bool, "No progress.", ("--quiet",), default="off"),
 )
 _LISTS = ("prompts", "texts", "evaluate")
+EXIT_INTERRUPTED = 130
 
 
 def register(app: typer.Typer) -> None:
@@ -63,7 +106,7 @@ def register(app: typer.Typer) -> None:
     def _train() -> None:
         """Train a drafter for a target."""
 
-    command(train, "eagle3", *_TRAIN)(eagle3)
+    command(train, "eagle3", *map(_with_default, _TRAIN))(eagle3)
     app.add_typer(train, name="train")
 
 
@@ -77,9 +120,15 @@ def convert(given: SimpleNamespace) -> None:
 def eagle3(given: SimpleNamespace) -> int:
     """Train an EAGLE-3 drafter by self-distillation; resumable."""
     values = train_values(given)
-    from tandemkv.train import TrainOptions, train_eagle3
-
-    result = train_eagle3(_converted(values, TrainOptions))
+    options = resumed(_converted(values, TrainOptions), values)
+    options.validate()
+    try:
+        result = train_eagle3(options)
+    except KeyboardInterrupt as stop:
+        if not stop.args:
+            raise
+        print(f"tandemkv: {stop}", file=sys.stderr)
+        return EXIT_INTERRUPTED
     if result.weights is not None:
         print(result.weights)
     return 0
@@ -103,8 +152,6 @@ def train_values(given: SimpleNamespace) -> dict[str, Any]:
 
 
 def _converted(values: dict[str, Any], options: Any) -> Any:
-    import msgspec
-
     try:
         return msgspec.convert(values, options)
     except msgspec.ValidationError as error:
