@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import random
 import sys
 import time
@@ -20,6 +18,10 @@ from collections.abc import Callable
 from tandemkv.kv.keys import Namespace, block_keys, pack_tokens, root_key, token_bytes
 from tandemkv.kv.layout import Domain, LayerGroup, Layout
 from tandemkv.kv.manager import Claim, KVManager
+from tandemkv.lab.provenance import write_figures
+from tandemkv.lab.script import count, lines, parser, run
+
+LIMIT = 5.0
 
 
 def make_layout(block: int) -> Layout:
@@ -101,32 +103,38 @@ def measure(num_tokens: int, block: int, repeat: int) -> dict[str, float]:
         "decode_step_us": best["step"] * 1e6,
         "cold_over_hash_chain": best["cold"] / best["chain"],
         "full_hit_over_hash_chain": best["hit"] / best["chain"],
-        "limit": 5.0,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=32_768)
-    parser.add_argument("--block", type=int, default=16)
-    parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> None:
     figures = measure(args.tokens, args.block, args.repeat)
     short = measure(1024, args.block, args.repeat)
     figures["decode_step_us_at_1k"] = short["decode_step_us"]
-    for name, value in figures.items():
-        print(f"{name:28} {value:12.3f}")
+    held = dict.fromkeys(("cold_over_hash_chain", "full_hit_over_hash_chain"), LIMIT)
+    print(*lines(figures, held), sep="\n")
     if args.json:
-        provenance = {
-            "script": "benchmarks/control_plane.py",
-            "python": sys.version.split()[0],
-            "machine": platform.platform(),
-            "processor": platform.machine(),
-        }
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"schema": 1, "provenance": provenance, "figures": figures}, file, indent=2)
+        write_figures(args.json, {**figures, "limit": LIMIT})
+
+
+def options() -> argparse.ArgumentParser:
+    found = parser(__doc__)
+    found.add_argument(
+        "--tokens", type=count, default=32_768, help="tokens of the prompt (default: %(default)s)"
+    )
+    found.add_argument(
+        "--block",
+        type=count,
+        default=16,
+        help="tokens per block, a power of two (default: %(default)s)",
+    )
+    found.add_argument(
+        "--repeat",
+        type=count,
+        default=9,
+        help="runs of each; the best is told (default: %(default)s)",
+    )
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main, options()))

@@ -15,17 +15,19 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tandemkv.base.config import EngineConfig
 from tandemkv.base.errors import TandemError
 from tandemkv.base.sampling import SamplingParams
-from tandemkv.engine.engine import Engine
 from tandemkv.lab import prompts
 from tandemkv.lab.provenance import write_figures
-from tandemkv.model.checkpoint import resolve
+from tandemkv.lab.script import count, lines, parser, run
+
+if TYPE_CHECKING:
+    import torch
+
+    from tandemkv.engine.engine import Engine
 
 DTYPES = ("float32", "bfloat16")
 
@@ -71,10 +73,12 @@ def of_engine(engine: Engine, max_tokens: int) -> Variant:
 
 def of_transformers(model: str | None, dtype: str, max_tokens: int, eos: Sequence[int]) -> Variant:
     """Decoding by transformers' generate, attention as it chooses."""
+    import torch
     from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList, logging
 
-    logging.disable_progress_bar()
+    from tandemkv.model.checkpoint import resolve
 
+    logging.disable_progress_bar()
     reference = AutoModelForCausalLM.from_pretrained(
         resolve(model), dtype=getattr(torch, dtype), local_files_only=True
     ).eval()
@@ -154,6 +158,8 @@ def figures(dtype: str, found: dict[str, list[Timing]]) -> dict[str, float]:
 
 def engines(args: argparse.Namespace, dtype: str) -> tuple[dict[str, Variant], Engine]:
     """The variants of one precision."""
+    from tandemkv.engine.engine import Engine
+
     common: dict[str, Any] = {
         "model": args.model,
         "dtype": dtype,
@@ -183,34 +189,40 @@ def engines(args: argparse.Namespace, dtype: str) -> tuple[dict[str, Variant], E
     return variants, drafted
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model")
-    parser.add_argument("--drafter", default="eagle3")
-    parser.add_argument("--drafter-path")
-    parser.add_argument("--num-draft-tokens", type=int)
-    parser.add_argument("--draft-vocab", type=int)
-    parser.add_argument("--dtype", choices=DTYPES, action="append")
-    parser.add_argument("--limit", type=int, default=20)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--no-transformers", action="store_true")
-    parser.add_argument("--json")
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> None:
+    import torch
+
+    asked = prompts.load("gsm8k", args.limit)
     found: dict[str, float] = {}
     for dtype in args.dtype or DTYPES:
-        print(f"{dtype}:", file=sys.stderr)
+        print(f"{dtype}: loading ...", file=sys.stderr)
         variants, engine = engines(args, dtype)
         encode = prompts.PromptTokens(engine.tokenizer, engine.target.spec.eos_token_ids)
-        asked = [encode.first(c) for c in prompts.load("gsm8k", args.limit)]
-        found |= figures(dtype, measure(variants, asked, args.repeat))
+        print(f"{dtype}: tokens/s by prompt", file=sys.stderr)
+        timings = measure(variants, [encode.first(c) for c in asked], args.repeat)
+        found |= figures(dtype, timings)
         del variants, engine
-    for name, value in found.items():
-        print(f"{name:40} {value:.3f}")
+    print(*lines(found), sep="\n")
     if args.json:
         write_figures(args.json, found, threads=torch.get_num_threads())
 
 
+def options() -> argparse.ArgumentParser:
+    found = parser(__doc__)
+    add = found.add_argument
+    add("--model", help="directory, hub id or GGUF file (default: the embedded one)")
+    add("--drafter", default="eagle3", help="eagle3, draft_model or ngram (default: %(default)s)")
+    add("--drafter-path", help="the drafter's checkpoint (default: the shipped one)")
+    add("--num-draft-tokens", type=count, help="K (default: the drafter's)")
+    add("--draft-vocab", type=count, help="head rows drafted over (default: 16384)")
+    add("--dtype", choices=DTYPES, action="append", help="one (default: both)")
+    add("--limit", type=count, default=20, help="GSM8K prompts (default: %(default)s)")
+    add("--max-tokens", type=count, default=128, help="longest answer (default: %(default)s)")
+    add("--repeat", type=count, default=1, help="rounds over all prompts (default: %(default)s)")
+    add("--threads", type=count, help="CPU threads (default: one for each core)")
+    add("--no-transformers", action="store_true", help="leave transformers' generate out")
+    return found
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main, options()))

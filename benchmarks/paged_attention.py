@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from tandemkv.base.spans import Span
 from tandemkv.kv.layout import Domain, LayerGroup
 from tandemkv.lab.provenance import write_figures
+from tandemkv.lab.script import count, parser, run
 from tandemkv.model.attention import AttentionSegment, GroupRows, KVPool
 
 LAYERS, HEADS, KV_HEADS, DIM, PAGE = 30, 9, 3, 64, 16  # the embedded default
@@ -159,16 +161,23 @@ def measure(repeat: int) -> dict[str, float]:
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeat", type=int, default=15, help="runs of each; medians are told")
-    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     figures = measure(args.repeat)
     if args.json:
         write_figures(args.json, figures)
 
 
+def options() -> argparse.ArgumentParser:
+    found = parser(__doc__)
+    found.add_argument(
+        "--repeat",
+        type=count,
+        default=15,
+        help="runs of each; medians are told (default: %(default)s)",
+    )
+    return found
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main, options()))

@@ -16,16 +16,19 @@ import argparse
 import os
 import random
 import statistics
+import sys
 import time
-from pathlib import Path
 
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.kv.layout import Domain, LayerGroup, Layout
 from tandemkv.kv.manager import KVManager
 from tandemkv.lab.provenance import write_figures
+from tandemkv.lab.script import count, lines, parser, run
 from tandemkv.sched.batch import Segment, SegmentResult, StepPlan, StepResult
 from tandemkv.sched.request import Request
 from tandemkv.sched.scheduler import Scheduler
+
+LIMIT_SHARE = 0.1
 
 
 def layout() -> Layout:
@@ -130,11 +133,11 @@ def model_step_ms(num_running: int, steps: int = 5) -> float:
     for _ in range(num_running):
         engine.add([draw.randrange(1000, 9000) for _ in range(8)], params)
     spent: list[float] = []
-    run = engine.runner.run
+    run_step = engine.runner.run
 
     def timed(plan: StepPlan) -> StepResult:
         start = time.thread_time()
-        result = run(plan)
+        result = run_step(plan)
         if len(plan.segments) == num_running and all(s.verify for s in plan.segments):
             spent.append(time.thread_time() - start)
         return result
@@ -145,28 +148,46 @@ def model_step_ms(num_running: int, steps: int = 5) -> float:
     return 1e3 * statistics.median(spent) / len(os.sched_getaffinity(0))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--running", type=int, default=64, help="decoding requests in a step")
-    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens of each")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--num-draft-tokens", type=int, default=4)
-    parser.add_argument("--model-step-ms", type=float, help="do not measure it, take this")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> None:
     figures = measure(args.running, args.prompt, args.steps, args.num_draft_tokens)
     model = args.model_step_ms or model_step_ms(args.running)
     figures |= {
         "running": args.running,
         "model_step_ms": model,
         "share_of_model_step": figures["step_ms"] / model,
-        "limit_share": 0.1,
     }
-    for name, value in figures.items():
-        print(f"{name:22} {value:10.3f}")
+    print(*lines(figures, {"share_of_model_step": LIMIT_SHARE}), sep="\n")
     if args.json:
-        write_figures(args.json, figures)
+        write_figures(args.json, {**figures, "limit_share": LIMIT_SHARE})
+
+
+def options() -> argparse.ArgumentParser:
+    found = parser(__doc__)
+    found.add_argument(
+        "--running",
+        type=count,
+        default=64,
+        help="decoding requests in a step (default: %(default)s)",
+    )
+    found.add_argument(
+        "--prompt", type=count, default=512, help="prompt tokens of each (default: %(default)s)"
+    )
+    found.add_argument(
+        "--steps", type=count, default=200, help="steps; medians are told (default: %(default)s)"
+    )
+    found.add_argument(
+        "--num-draft-tokens",
+        type=count,
+        default=4,
+        help="K, drafts of each request (default: %(default)s)",
+    )
+    found.add_argument(
+        "--model-step-ms",
+        type=float,
+        help="milliseconds of the model step to compare with (default: measured)",
+    )
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main, options()))
