@@ -58,6 +58,13 @@ def test_the_time_left_starts_anew_with_training(clock):
     assert lines[2].endswith("eta 70 s")
 
 
+def test_a_first_step_that_was_not_timed_has_no_speed(clock):
+    progress = of(terminal=False)
+    progress.trained(Point(1, 400, 0.0, 3.0, 1.0, 1.5, 0.1, 1e-3), 0.1)
+    progress.trained(POINT, 1.0)
+    assert ["tok/s" in line for line in said(progress).splitlines()] == [False, True]
+
+
 def test_a_terminal_gets_a_bar(clock):
     progress = of(terminal=True)
     progress.generated(Generated("chat", 8, 3072, 0.25))

@@ -42,11 +42,12 @@ class Progress:
 
     def trained(self, point: Point, progress: float) -> None:
         """A point of the curve."""
-        speed = point.tokens / max(point.seconds, 1e-9) / 1e3
         text = (
             f"step {point.step}  {point.tokens / 1e6:.1f} M tok  ce {point.ce:.3f}"
-            f"  l1 {point.l1:.3f}  tau {point.tau:.3f}  {speed:.1f} k tok/s"
+            f"  l1 {point.l1:.3f}  tau {point.tau:.3f}"
         )
+        if point.seconds:
+            text += f"  {point.tokens / point.seconds / 1e3:.1f} k tok/s"
         self._advance("train", text, progress)
 
     def stopping(self) -> None:
