@@ -9,6 +9,7 @@ from rich.console import Console
 from tandemkv.base.errors import ConfigError
 from tandemkv.lab import provenance, report
 from tandemkv.lab.command import interruption
+from tandemkv.lab.measures import OutputCheck
 from tandemkv.lab.progress import BarProgress
 from tandemkv.lab.rows import Row
 
@@ -48,6 +49,18 @@ def test_parity_that_holds_is_said_with_its_steps():
     held, line = report.verdict([row("cold"), row("warm"), row("resumed")])
     assert held
     assert "2 paths, 6000 steps" in line
+
+
+def test_an_output_that_leaves_plain_decoding_is_told_with_its_place_and_gap():
+    checks = [
+        OutputCheck(id="maths-3", equal=False, position=153, gap=3e-6),
+        OutputCheck(id="chat-1", equal=False, position=40, gap=None),
+    ]
+    words = report.sentences([row(output_equal=False, divergences=checks)])
+    assert "warm: output maths-3 leaves plain decoding at 153" in words[1]
+    assert "3.0e-06 apart" in words[1]
+    assert "chat-1 leaves plain decoding at 40, in its first token" in words[2]
+    assert not any("leaves plain" in line for line in report.sentences([row()]))
 
 
 def test_a_short_run_says_how_long_a_full_one_is():

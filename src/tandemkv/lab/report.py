@@ -15,11 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tandemkv.lab.acceptance import WITHHELD
+from tandemkv.lab.measures import OutputCheck
 from tandemkv.lab.provenance import SCHEMA, provenance
 from tandemkv.lab.rows import MIN_STEPS, Row, failures
 
 _NAMES = {"second_turn": "second turn", WITHHELD: "warm, rows withheld"}
 MIN_WIDTH = 118
+MAX_DIVERGENCES = 10
+"""Outputs told one by one for a path; the JSON file has them all."""
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -118,12 +121,21 @@ def sentences(rows: Sequence[Row]) -> list[str]:
                 f"With {drafter} the {path} run, prompts batched, is {ratio:.2f} times as fast as"
                 " without a drafter."
             )
+        out += [_parted(row, check) for check in row.divergences[:MAX_DIVERGENCES]]
         if row.fault and path not in (WITHHELD, "cold"):
             out.append(
                 f"With the fault {row.fault}, {drafter} drafts at"
                 f" {_number(row.al_ratio_to_cold, '.1%')} of the cold AL on path {path_name(path)}."
             )
     return out
+
+
+def _parted(row: Row, check: OutputCheck) -> str:
+    """Where an output leaves plain decoding's, and how close the target's best two were there."""
+    where = f"{path_name(row.path)}: output {check.id} leaves plain decoding at {check.position}"
+    if check.gap is None:
+        return f"{where}, in its first token."
+    return f"{where}, where the target's best two logits are {check.gap:.1e} apart."
 
 
 def _loss(warm: Row, withheld: Row) -> str:

@@ -51,6 +51,7 @@ class Row(msgspec.Struct, kw_only=True):
     suspensions: int
     draft_row_error: float | None
     fault: str | None = None
+    divergences: list[measures.OutputCheck] = []
 
 
 class Counters(msgspec.Struct, frozen=True):
@@ -111,6 +112,7 @@ def make_row(
         suspensions=done.num_suspensions,
         draft_row_error=row_error(done, cold) if done is not cold else None,
         fault=fault,
+        divergences=[check for check in checks if not check.equal],
     )
 
 
