@@ -31,8 +31,9 @@ from tandemkv.base.errors import ConfigError
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.base.spans import SpanSet
 from tandemkv.model.attention import AttentionSegment, GroupRows, KVPool
+from tandemkv.model.draft_head import DEFAULT_DRAFT_VOCAB, default_draft_vocab
 from tandemkv.model.drafter import DraftInputs
-from tandemkv.model.eagle3 import DEFAULT_DRAFT_VOCAB, Eagle3, default_draft_vocab
+from tandemkv.model.eagle3 import Eagle3
 from tandemkv.model.sampling import Purpose, draft_distribution, sample, uniform
 
 K = 4
@@ -353,8 +354,8 @@ def _feed_back_normalised(drafter: Eagle3) -> None:
 
 
 def _shift_positions(drafter: Eagle3) -> None:
-    angles = drafter._angles
-    drafter._angles = lambda positions: angles(positions + 1)
+    angles = drafter._rotary.angles
+    drafter._rotary.angles = lambda positions: angles(positions + 1)
 
 
 def _shift_map(drafter: Eagle3) -> None:

@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandemkv.base.errors import ConfigError
 from tandemkv.base.sampling import SamplingParams
+from tandemkv.model.draft_checkpoint import RANKING, quantised
 from tandemkv.model.drafter import Drafts
-from tandemkv.model.eagle3_checkpoint import quantised
 from tandemkv.model.sampling import (
     Purpose,
     draft_distribution,
@@ -28,7 +29,13 @@ from tandemkv.model.sampling import (
     sample,
     uniform,
 )
+from tandemkv.model.target import Target
 
+DEFAULT_DRAFT_VOCAB = 16384
+"""Rows of the target's head to draft over on CPU, where the checkpoint ranks them and nobody asked.
+
+There a draft step is bound by reading the head; on an accelerator the whole head is cheap.
+"""
 NUM_GREEDY = 16
 """Screened candidates scored again for a greedy draft (the best two matter)."""
 NUM_SAMPLED = 256
@@ -180,3 +187,37 @@ def _gaps(top: Tensor) -> Tensor:
     if top.shape[-1] < 2:
         return torch.full(top.shape[:1], float("inf"), device=top.device)
     return top[:, 0] - top[:, 1]
+
+
+def ranked_ids(
+    target: Target, ranking: Tensor | None, draft_vocab: int | None, origin: str
+) -> Tensor | None:
+    """Target ids to draft over, ascending: the first draft_vocab of a ranking; None for all.
+
+    draft_vocab None: default_draft_vocab where there is a ranking. Raises ConfigError for more ids
+    than are ranked, or for a number where nothing is ranked.
+    """
+    vocab_size = target.spec.vocab_size
+    if ranking is None:
+        if draft_vocab is None:
+            return None
+        raise ConfigError(
+            f"{origin}: draft_vocab {draft_vocab} was asked for, but the checkpoint does not rank"
+            f" its vocabulary (tensor {RANKING!r})"
+        )
+    if draft_vocab is None:
+        on = target.head_weight.device.type
+        draft_vocab = default_draft_vocab(on, len(ranking), vocab_size)
+    if draft_vocab >= vocab_size:
+        return None
+    if draft_vocab > len(ranking):
+        raise ConfigError(
+            f"{origin}: draft_vocab {draft_vocab} was asked for, the checkpoint ranks"
+            f" {len(ranking)} tokens"
+        )
+    return ranking[:draft_vocab].long().sort().values
+
+
+def default_draft_vocab(device: str, num_ranked: int, vocab_size: int) -> int:
+    """How many rows of the head to draft over: some on CPU, all elsewhere."""
+    return min(DEFAULT_DRAFT_VOCAB, num_ranked) if device == "cpu" else vocab_size

@@ -33,25 +33,19 @@ from tandemkv.base.spans import Span, SpanSet
 from tandemkv.kv.layout import Domain, LayerGroup, RebuildFrom
 from tandemkv.model.attention import AttentionSegment, GroupRows, KVPool
 from tandemkv.model.chain_attention import ChainKeys
-from tandemkv.model.draft_head import Choice, DraftHead, collect
+from tandemkv.model.draft_checkpoint import RANKING, fingerprint
+from tandemkv.model.draft_head import Choice, DraftHead, collect, ranked_ids
 from tandemkv.model.drafter import Drafter, DrafterSpec, DraftInputs, Drafts, DraftSegment
 from tandemkv.model.eagle3_checkpoint import (
     MID,
-    RANKING,
     check_tensors,
     draft_ids,
-    fingerprint,
     num_taps,
 )
 from tandemkv.model.eagle3_config import Eagle3Config, default_taps
 from tandemkv.model.packed import pack_linear
+from tandemkv.model.rotary import Rotary
 from tandemkv.model.target import Target
-
-DEFAULT_DRAFT_VOCAB = 16384
-"""Rows of the target's head to draft over on CPU, where the checkpoint ranks them and nobody asked.
-
-There a draft step is bound by reading the head; on an accelerator the whole head is cheap.
-"""
 
 
 @dataclass(slots=True)
@@ -100,8 +94,14 @@ class Eagle3(Drafter):
         self.device = torch.device(device or target.head_weight.device)
         self._pool: KVPool | None = None
         self._take_weights(weights, len(taps))
-        self._inv_freq, self._rope_scale = _rotary(config, origin)
-        self._inv_freq = self._inv_freq.to(self.device)
+        self._rotary = Rotary(
+            config.rope_parameters,
+            config.head_dim,
+            config.max_position_embeddings,
+            self.device,
+            self.dtype,
+            origin,
+        )
         head, ids = _head(target, config, weights, draft_vocab, origin)
         head = head.to(self.device, self.dtype)
         self.head = DraftHead(head, ids, target.spec.vocab_size)
@@ -172,7 +172,7 @@ class Eagle3(Drafter):
         if inputs.features is None:
             raise InvariantError("eagle3: rows came without the target's hidden states")
         fused = self.fuse(inputs.features)
-        q, k, v = self._project(inputs.next_ids, fused, *self._angles(inputs.positions))
+        q, k, v = self._project(inputs.next_ids, fused, *self._rotary.angles(inputs.positions))
         if writing:
             GroupRows(self._bound(), [_context_segment(s) for s in segments]).write(0, k, v)
         if not chains:
@@ -237,7 +237,7 @@ class Eagle3(Drafter):
         pool, longest = self._bound(), max(c.num_drafts for c in chains)
         keys = [ChainKeys(pool, c.segment.pages[0], c.visible, c.num_drafts - 1) for c in chains]
         starts = torch.tensor([c.anchor - 1 for c in chains], device=self.device)
-        cos, sin = self._angles(starts[:, None] + torch.arange(longest, device=self.device))
+        cos, sin = self._rotary.angles(starts[:, None] + torch.arange(longest, device=self.device))
         for step in range(longest):
             attended = _stacked([k.attend(row) for k, row in zip(keys, q, strict=True)])
             state = self._layer(state, attended)
@@ -281,17 +281,7 @@ class Eagle3(Drafter):
         """RoPE (half rotation) of q and k heads [R, H + Hkv, hd], after head norms if any."""
         if self._head_norms is not None:
             x = self._rms(x, None) * self._head_norms
-        turned = x.roll(self.config.head_dim // 2, -1)
-        return torch.addcmul(x * cos[:, None], turned, sin[:, None])
-
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin [..., hd] at absolute positions [...]: x cos + (x turned) sin."""
-        angles = positions.to(self.device)[..., None].float() * self._inv_freq
-        cos, sin = angles.cos() * self._rope_scale, angles.sin() * self._rope_scale
-        return (
-            torch.cat((cos, cos), -1).to(self.dtype),
-            torch.cat((-sin, sin), -1).to(self.dtype),
-        )
+        return self._rotary.rotate(x, cos, sin)
 
     def _rms(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, self.config.rms_norm_eps)
@@ -370,56 +360,13 @@ def _head(
             f" {target.spec.hidden_size}, so it needs embed_tokens and lm_head of its own"
         )
     ids = draft_ids(weights["d2t"]) if "d2t" in weights else None
-    if RANKING in weights:
-        ranking = weights[RANKING]
-        if draft_vocab is None:
-            on = target.head_weight.device.type
-            draft_vocab = default_draft_vocab(on, len(ranking), vocab_size)
-        ids = _ranked(ranking, draft_vocab, vocab_size, origin)
+    if ids is None:
+        ids = ranked_ids(target, weights.get(RANKING), draft_vocab, origin)
     elif draft_vocab is not None:
-        raise ConfigError(
-            f"{origin}: draft_vocab {draft_vocab} was asked for, but the checkpoint does not rank"
-            f" its vocabulary (tensor {RANKING!r})"
-        )
+        raise ConfigError(f"{origin}: draft_vocab does not apply, it has a vocabulary of its own")
     if ids is not None and torch.equal(ids, torch.arange(vocab_size)):
         ids = None
     if own is not None:
         return own, ids
     head = target.head_weight
     return (head if ids is None else head[ids.to(head.device)]), ids
-
-
-def default_draft_vocab(device: str, num_ranked: int, vocab_size: int) -> int:
-    """How many rows of the head to draft over: some on CPU, all elsewhere."""
-    return min(DEFAULT_DRAFT_VOCAB, num_ranked) if device == "cpu" else vocab_size
-
-
-def _ranked(ranking: Tensor, num: int, vocab_size: int, origin: str) -> Tensor | None:
-    """The first num ids of a ranking, ascending; None for the whole vocabulary."""
-    if num >= vocab_size:
-        return None
-    if num > len(ranking):
-        raise ConfigError(
-            f"{origin}: draft_vocab {num} was asked for, the checkpoint ranks {len(ranking)} tokens"
-        )
-    return ranking[:num].long().sort().values
-
-
-def _rotary(config: Eagle3Config, origin: str) -> tuple[Tensor, float]:
-    """Inverse frequencies [hd / 2] and scale of the drafter's own RoPE."""
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    kind = config.rope_parameters.get("rope_type", "default")
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ConfigError(f"{origin}: RoPE of type {kind!r} is not a function of position alone")
-    rotary = LlamaRotaryEmbedding(
-        LlamaConfig(
-            hidden_size=config.head_dim * config.num_attention_heads,
-            num_attention_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            rope_parameters=dict(config.rope_parameters),
-            max_position_embeddings=config.max_position_embeddings,
-        )
-    )
-    return rotary.inv_freq.float(), float(rotary.attention_scaling)

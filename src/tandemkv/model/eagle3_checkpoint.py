@@ -10,33 +10,34 @@ not run the drafter and knows no target.
     vLLM          config.json, *.safetensors         layers.0.      top level, "input-of"
     speculators   config.json, *.safetensors         layers.0.      top level, "input-of"
     ours          config.json, model.safetensors     midlayer.      eagle_config; int8 rows optional
-
-Quantised tensors: NAME.q8 int8 [rows, columns] and NAME.scale [rows]; value = q8 * scale.
-draft_vocab [n]: target ids, most frequent first, of which a drafter without a head of its own may
-draft over the first k, through those rows of the target's head (k is the operator's choice).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from tandemkv.base.errors import ConfigError
+from tandemkv.model.draft_checkpoint import (
+    RANKING as RANKING,
+)
+from tandemkv.model.draft_checkpoint import (
+    check_ranking,
+    check_shapes,
+    dequantised,
+    read_config,
+    read_tensors,
+    write,
+)
 from tandemkv.model.eagle3_config import Eagle3Config, parse_config, to_dict
 
 MID = "midlayer."
-QUANTISED = ".q8"
-SCALE = ".scale"
-RANKING = "draft_vocab"
 DROPPED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 """Tensors that some layouts carry and no drafter reads."""
 
@@ -48,8 +49,8 @@ def read(directory: str | os.PathLike[str]) -> tuple[Eagle3Config, dict[str, Ten
     Raises ConfigError, naming the file, tensor or option at fault.
     """
     path = Path(directory)
-    config = parse_config(_read_config(path), str(path))
-    weights = normalise(_read_tensors(path), str(path))
+    config = parse_config(read_config(path), str(path))
+    weights = normalise(read_tensors(path), str(path))
     check_tensors(config, weights, str(path))
     return config, weights
 
@@ -68,23 +69,13 @@ def save(
     weights: as `expected_shapes` names them. quantise: matrices as int8 with one scale per row,
     else everything in dtype. extra: entries for config.json under "training" (a record, not read).
     """
-    from safetensors.torch import save as serialised
-
     path = Path(directory)
     weights = normalise(weights, str(path))
     check_tensors(config, weights, str(path))
-    stored: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        stored.update(_stored(name, tensor.detach().cpu(), quantise, dtype))
-    record = to_dict(config) | {"quantisation": "int8" if quantise else None}
-    record["has_own_embed_tokens"] = "embed_tokens.weight" in weights
+    record = to_dict(config) | {"has_own_embed_tokens": "embed_tokens.weight" in weights}
     if extra:
         record["training"] = dict(extra)
-    text, data = json.dumps(record, indent=2) + "\n", serialised(stored, {"format": "pt"})
-    path.mkdir(parents=True, exist_ok=True)
-    _replace(path / "model.safetensors", data)
-    _replace(path / "config.json", text.encode())
-    return path
+    return write(path, weights, record, quantise=quantise, dtype=dtype)
 
 
 def expected_shapes(config: Eagle3Config, num_taps: int) -> dict[str, tuple[int, ...]]:
@@ -127,20 +118,7 @@ def optional_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
 def check_tensors(config: Eagle3Config, weights: Mapping[str, Tensor], origin: str) -> None:
     """Raise ConfigError unless the tensors are exactly what the config calls for."""
     required = expected_shapes(config, num_taps(config, weights, origin))
-    known = required | optional_shapes(config)
-    missing = [name for name in required if name not in weights]
-    if missing:
-        raise ConfigError(f"{origin}: tensor {missing[0]!r} is missing ({len(missing)} in all)")
-    for name, tensor in weights.items():
-        if name == RANKING:
-            continue
-        if name not in known:
-            raise ConfigError(f"{origin}: unknown tensor {name!r} {list(tensor.shape)}")
-        if tuple(tensor.shape) != known[name]:
-            raise ConfigError(
-                f"{origin}: tensor {name!r} has shape {list(tensor.shape)}, the config calls for"
-                f" {list(known[name])}"
-            )
+    check_shapes(weights, required, optional_shapes(config), origin)
     names = [f"{MID}self_attn.{x}_norm.weight" in weights for x in "qk"]
     if names[0] != names[1]:
         raise ConfigError(f"{origin}: has one of q_norm and k_norm without the other")
@@ -175,21 +153,10 @@ def offsets(used: Tensor | Sequence[int]) -> Tensor:
     return ids - torch.arange(ids.shape[0])
 
 
-def fingerprint(config: Eagle3Config, weights: Mapping[str, Tensor]) -> str:
-    """Hash of everything a draft row is a function of: config and every tensor's bytes."""
-    fields = sorted(msgspec.to_builtins(config).items())
-    digest = hashlib.sha256(repr(fields).encode())
-    for name in sorted(weights):
-        tensor = weights[name].detach().cpu().contiguous()
-        digest.update(f"{name}{list(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 def normalise(tensors: Mapping[str, Tensor], origin: str) -> dict[str, Tensor]:
     """Any layout's tensors under our names, dequantised, the vocabulary map as d2t."""
     out: dict[str, Tensor] = {}
-    for raw, tensor in _dequantised(tensors, origin).items():
+    for raw, tensor in dequantised(tensors, origin).items():
         name = _rename(raw)
         if name.endswith(DROPPED):
             continue
@@ -229,7 +196,7 @@ def _fold_t2d(tensors: dict[str, Tensor], origin: str) -> None:
 
 def _check_vocabulary(config: Eagle3Config, weights: Mapping[str, Tensor], origin: str) -> None:
     small, full = config.draft_vocab_size, config.vocab_size
-    _check_ranking(weights, full, origin)
+    check_ranking(weights, full, origin)
     if "d2t" not in weights:
         if small != full:
             raise ConfigError(
@@ -245,102 +212,3 @@ def _check_vocabulary(config: Eagle3Config, weights: Mapping[str, Tensor], origi
         )
     if ids.unique().numel() != small:
         raise ConfigError(f"{origin}: d2t leads two draft ids to the same target id")
-
-
-def _check_ranking(weights: Mapping[str, Tensor], full: int, origin: str) -> None:
-    if RANKING not in weights:
-        return
-    for other in ("d2t", "lm_head.weight"):
-        if other in weights:
-            raise ConfigError(f"{origin}: tensors {RANKING!r} and {other!r} exclude each other")
-    ids = weights[RANKING].long()
-    if ids.dim() != 1 or not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= full:
-        raise ConfigError(f"{origin}: {RANKING!r} must list target ids in 0..{full - 1}")
-    if ids.unique().numel() != ids.numel():
-        raise ConfigError(f"{origin}: {RANKING!r} lists a target id twice")
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_dir():
-        raise ConfigError(f"drafter {path}: no such directory")
-    file = path / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"{path}: has no config.json")
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{file}: not valid JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file}: not a JSON object")
-    return config
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    safe = sorted(path.glob("*.safetensors"))
-    bins = sorted(path.glob("pytorch_model*.bin"))
-    if not safe and not bins:
-        raise ConfigError(f"{path}: has neither *.safetensors nor pytorch_model.bin")
-    tensors: dict[str, Tensor] = {}
-    for file in safe or bins:
-        tensors |= _read_file(file)
-    return tensors
-
-
-def _read_file(file: Path) -> dict[str, Tensor]:
-    """One file's tensors. A damaged pickle may raise anything at all; none of it is executed."""
-    from safetensors.torch import load_file
-
-    try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        tensors = torch.load(file, "cpu", weights_only=True)
-    except Exception as error:
-        if type(error).__name__ == "UnpicklingError":
-            raise ConfigError(f"{file}: refused, holds more than tensors") from None
-        raise ConfigError(f"{file}: cannot be read ({_first_line(error)})") from None
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise ConfigError(f"{file}: refused, holds more than tensors")
-    return tensors
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _stored(name: str, tensor: Tensor, quantise: bool, dtype: torch.dtype) -> dict[str, Tensor]:
-    if name == "d2t":
-        return {name: tensor.long().contiguous()}
-    if name == RANKING:
-        return {name: tensor.int().contiguous()}
-    if not quantise or tensor.dim() < 2:
-        return {name: tensor.to(dtype).contiguous().clone()}
-    values, scale = quantised(tensor)
-    return {name + QUANTISED: values, name + SCALE: scale}
-
-
-def quantised(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values [rows, columns] and float32 scale [rows]; the error is at most scale / 2."""
-    tensor = tensor.float()
-    scale = tensor.abs().amax(1).clamp_min(1e-12) / 127
-    return torch.round(tensor / scale[:, None]).to(torch.int8).contiguous(), scale
-
-
-def _dequantised(tensors: Mapping[str, Tensor], origin: str) -> dict[str, Tensor]:
-    out: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        stem = name.removesuffix(QUANTISED)
-        if name.endswith(SCALE) and name.removesuffix(SCALE) + QUANTISED in tensors:
-            continue
-        if stem == name:
-            out[name] = tensor
-            continue
-        if stem + SCALE not in tensors:
-            raise ConfigError(f"{origin}: tensor {name!r} has no {stem + SCALE!r}")
-        out[stem] = tensor.float() * tensors[stem + SCALE].float()[:, None]
-    return out
-
-
-def _replace(file: Path, data: bytes) -> None:
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_bytes(data)
-    os.replace(temporary, file)

@@ -17,8 +17,7 @@ from typing import Any
 import msgspec
 
 from tandemkv.base.errors import ConfigError
-
-DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+from tandemkv.model.rotary import DEFAULT_ROPE, head_size, parse_rope
 
 
 class Eagle3Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,13 +110,13 @@ def parse_config(config: dict[str, Any], origin: str) -> Eagle3Config:
     if config.get("fc_norm") and config.get("norm_before_fc"):
         raise ConfigError(f"{origin}: fc_norm and norm_before_fc exclude each other")
     heads = int(config["num_attention_heads"])
-    rope, max_positions, head_dim = _rope(config)
+    rope, max_positions = parse_rope(config)
     return Eagle3Config(
         hidden_size=int(config["hidden_size"]),
         intermediate_size=int(config["intermediate_size"]),
         num_attention_heads=heads,
         num_key_value_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=head_dim,
+        head_dim=head_size(config),
         vocab_size=int(config["vocab_size"]),
         draft_vocab_size=int(config.get("draft_vocab_size") or config["vocab_size"]),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
@@ -206,18 +205,6 @@ def _need(config: dict[str, Any], names: tuple[str, ...], origin: str) -> None:
     for name in names:
         if config.get(name) is None:
             raise ConfigError(f"{origin}: config.json lacks {name!r}")
-
-
-def _rope(config: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
-    """The drafter's own RoPE, in one form whatever version of transformers wrote the config."""
-    from transformers import LlamaConfig
-
-    heads = int(config["num_attention_heads"])
-    head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
-    names = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
-    given = {name: config[name] for name in names if config.get(name) is not None}
-    full = LlamaConfig(hidden_size=head_dim * heads, num_attention_heads=heads, **given)
-    return dict(full.rope_parameters), int(full.max_position_embeddings), head_dim
 
 
 def _taps(config: dict[str, Any], eagle: dict[str, Any], origin: str) -> tuple[int, ...] | None:
