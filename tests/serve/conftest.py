@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ def start(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
         return running[-1]
 
     yield begin
-    for server in running:
-        if server.thread.is_alive():
-            server.stop()
+    with contextlib.ExitStack() as stopping:  # every one, also when another does not stop
+        for server in running:
+            if server.thread.is_alive():
+                stopping.callback(server.stop)
 
 
 @pytest.fixture(scope="session")

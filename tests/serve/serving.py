@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,12 @@ class Running:
         self.server = HttpServer(engine, ("127.0.0.1", 0), grace_s=grace_s)
         self.url = self.server.url
         ready = threading.Event()
-        self.thread = threading.Thread(target=self.server.run, args=(lambda _: ready.set(),))
+
+        def run() -> None:
+            with contextlib.suppress(KeyboardInterrupt):  # a stop that was forced
+                self.server.run(lambda _: ready.set())
+
+        self.thread = threading.Thread(target=run)
         self.thread.start()
         assert ready.wait(30), "the server did not start"
         self.http = httpx.Client(base_url=self.url, timeout=60)
@@ -51,11 +60,32 @@ class Running:
             assert held == 0
             assert free + cached == total
 
-    def stop(self) -> None:
+    def stop(self, within_s: float = 30) -> None:
         self.http.close()
         self.server.stop()
-        self.thread.join(30)
-        assert not self.thread.is_alive(), "the server did not stop"
+        self.thread.join(within_s)
+        assert not self.thread.is_alive(), f"the server did not stop\n{self.what_runs()}"
+
+    def what_runs(self) -> str:
+        """What a server that does not stop waits for: its thread, tasks, timers, connections."""
+        serving = self.server._server
+        out = io.StringIO()
+        state = (serving.should_exit, serving.force_exit, self.engine.alive)
+        print("should exit, forced, engine alive:", *state, file=out)
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        out.writelines(traceback.format_stack(frame))
+        for connection in list(serving.server_state.connections):
+            cycle = connection.cycle
+            doing = "idle" if cycle is None or cycle.response_complete else cycle.scope["path"]
+            closing = connection.transport.is_closing()
+            print("connection", connection.client, doing, f"closing: {closing}", file=out)
+        if serving._loop is not None:
+            print(f"its clock: {serving._loop.time()}, {serving._loop}", file=out)
+            for timer in list(serving._loop._scheduled):
+                print("timer", timer, file=out)
+            for task in asyncio.all_tasks(serving._loop):
+                task.print_stack(file=out)
+        return out.getvalue()
 
 
 def start_engine(model: Path | None, **options: Any) -> AsyncEngine:

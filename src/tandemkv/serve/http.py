@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import sys
 import time
@@ -52,8 +53,10 @@ log = logging.getLogger("tandemkv")
 MAX_BODY_BYTES = 8 << 20
 CLIENT_GONE = 499
 METRICS_WAIT_S = 2.0
-CANCEL_AFTER_S = 5
 DEFAULT_GRACE_S = 10.0
+ACCEPTING_S = 0.05
+FLUSH_S = 2.0
+CANCEL_AFTER_S = 3.0
 FORCED_CLOSE_S = 2.0
 DONE = b"data: [DONE]\n\n"
 
@@ -285,8 +288,10 @@ def create_app(engine: AsyncEngine, *, closes_engine: bool = False) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        service.closing()
+        try:
+            yield
+        finally:
+            service.closing()
         if closes_engine:
             await asyncio.to_thread(engine.close)
 
@@ -392,7 +397,8 @@ class HttpServer:
     """A server on one address: bound when made, answering while `run()` runs.
 
     at: host and port (0 takes a free one), or what `bind` returned. When it stops, running answers
-    have grace_s to end; then they end with an error, and the engine is closed.
+    have grace_s to end; then they end with an error that has FLUSH_S to reach its client; then
+    what is still connected is cut, whatever it does, and the engine is closed.
     """
 
     def __init__(
@@ -411,7 +417,7 @@ class HttpServer:
             app,
             log_level="warning",
             access_log=False,
-            timeout_graceful_shutdown=int(grace_s) + CANCEL_AFTER_S,
+            timeout_graceful_shutdown=math.ceil(grace_s + FLUSH_S + CANCEL_AFTER_S),
             lifespan="on",
         )
         self._server = _Uvicorn(config)
@@ -430,16 +436,19 @@ class HttpServer:
         if ready is not None:
             self._server.ready = lambda: ready(self.url)
         self._server.stopping = stopping
-        with contextlib.suppress(KeyboardInterrupt):
-            self._server.run(sockets=[self._socket])
-        logging.getLogger("uvicorn.error").disabled = False
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                self._server.run(sockets=[self._socket])
+        finally:
+            logging.getLogger("uvicorn.error").disabled = False
+            self._engine.close(FORCED_CLOSE_S)  # closed already, unless the end was forced
         if self._server.force_exit:
-            self._engine.close(FORCED_CLOSE_S)
             raise KeyboardInterrupt
 
     def stop(self) -> None:
         """Ask `run()`, in another thread, to end."""
         self._server.should_exit = True
+        self._server.wake()
 
 
 class _Uvicorn(uvicorn.Server):
@@ -447,7 +456,7 @@ class _Uvicorn(uvicorn.Server):
     stopping: Callable[[int], None] | None = None
     end_all: Callable[[], None]
     grace_s: float
-    _loop: asyncio.AbstractEventLoop
+    _loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -455,19 +464,38 @@ class _Uvicorn(uvicorn.Server):
         if self.started and self.ready is not None:
             self.ready()
 
+    def wake(self, work: Callable[[], None] = lambda: None) -> None:
+        """Have the loop look at `should_exit` now; a timer may fire late if the clock was set."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(work)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
-        if self.force_exit and self.started:
-            self._loop.call_soon_threadsafe(self.end_all)
+        if self.started:
+            self.wake(self.end_all if self.force_exit else lambda: None)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listening in self.servers:
+            listening.close()
+        await asyncio.sleep(ACCEPTING_S)  # a connection that was just accepted is not seen before
         in_flight = len(self.server_state.tasks)
         if in_flight and self.stopping is not None:
             self.stopping(in_flight)
-        self._loop.call_later(self.grace_s, self.end_all)
+        later = asyncio.get_running_loop().call_later
+        timers = [later(self.grace_s, self.end_all), later(self.grace_s + FLUSH_S, self._cut_all)]
         await super().shutdown(sockets)
+        for timer in timers:
+            timer.cancel()
         if self.force_exit:  # tasks cut off are no errors to report
             logging.getLogger("uvicorn.error").disabled = True
+            self._cut_all()
+            await asyncio.sleep(0)  # they learn of it before they are cancelled
+
+    def _cut_all(self) -> None:
+        """Close every connection now: a client that is silent or reads nothing holds nothing up."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def run_server(
