@@ -16,6 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.base.spans import Span, SpanSet
 from tandemkv.model.attention import KVPool
+from tandemkv.model.dflash_checkpoint import expected_shapes as block_shapes
+from tandemkv.model.dflash_checkpoint import optional_shapes as optional_block_shapes
+from tandemkv.model.dflash_config import DFlashConfig
 from tandemkv.model.drafter import Drafter, DraftInputs, Drafts, DraftSegment
 from tandemkv.model.eagle3 import Eagle3
 from tandemkv.model.eagle3_checkpoint import expected_shapes, optional_shapes
@@ -95,6 +98,39 @@ def eagle(target: Target | None = None, num_pages: int = 64, **changes: object) 
     return drafter
 
 
+def block_config(method: str = "dspark", **changes: object) -> DFlashConfig:
+    """A block drafter for `tiny_target`: two layers, taps 0, 2, 4, K 4, window 6, own mask."""
+    base: dict[str, object] = {
+        "method": method,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "num_draft_tokens": 4,
+        "taps": (0, 2, 4),
+        "windows": (6, 6),
+    }
+    if method == "dspark":
+        base |= {"markov_rank": 8, "confidence": True}
+    return DFlashConfig(**(base | changes))  # type: ignore[arg-type]
+
+
+def block_weights(config: DFlashConfig, *extra: str, seed: int = 1) -> dict[str, Tensor]:
+    """Random float32 weights; extra: optional tensors to bring."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = block_shapes(config)
+    shapes |= {name: optional_block_shapes(config)[name] for name in extra}
+    return {
+        name: 1 + 0.3 * torch.randn(shape, generator=generator)
+        if len(shape) == 1
+        else torch.randn(shape, generator=generator) * 1.5 * shape[-1] ** -0.5
+        for name, shape in shapes.items()
+    }
+
+
 def bind(drafter: Drafter, num_pages: int = 64, page_size: int = PAGE) -> list[KVPool]:
     groups = drafter.layer_groups(page_size, "float32")
     pools = [KVPool(group, num_pages, poison=True) for group in groups]
@@ -112,6 +148,7 @@ class Served:
     done: int = 0  # positions whose draft rows have been asked for
     coverage: SpanSet = field(default_factory=SpanSet)
     lookahead: int = 1
+    num_groups: int = 1
     seed: int = 7
     params: SamplingParams = GREEDY
 
@@ -120,9 +157,9 @@ class Served:
             row_start=row,
             row_stop=row + stop - self.done,
             position=self.done,
-            pages=[self.pages],
-            readable=[list(self.coverage)],
-            writes=[list(writes)],
+            pages=[self.pages] * self.num_groups,
+            readable=[list(self.coverage)] * self.num_groups,
+            writes=[list(writes)] * self.num_groups,
             tokens=self.tokens,
             num_rows=stop,
             num_drafts=num_drafts,

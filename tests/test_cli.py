@@ -427,7 +427,7 @@ def test_loading_is_told_where_it_is_asked_for_and_never_on_stdout(tiny, capsys)
     [
         ({}, "the embedded SmolLM2-135M-Instruct, drafter eagle3"),
         ({"model": "a/b"}, "a/b, no drafter"),
-        ({"model": "a/b", "drafter_path": "c"}, "a/b, drafter eagle3 from c"),
+        ({"model": "a/b", "drafter_path": "c"}, "a/b, drafter from c"),
         ({"drafter": "none"}, "the embedded SmolLM2-135M-Instruct, no drafter"),
     ],
 )

@@ -63,7 +63,7 @@ def test_a_draft_model_loads_from_a_model_directory(target, tmp_path):
 @pytest.mark.parametrize(
     ("method", "path", "kwargs", "words"),
     [
-        ("medusa", None, {}, "drafter 'medusa' is not one of eagle3, draft_model, ngram"),
+        ("medusa", None, {}, "'medusa' is not one of eagle3, dflash, dspark, draft_model, ngram"),
         ("ngram", None, {"options": {"promt_lookup_max": 2}}, "did you mean 'prompt_lookup_max'"),
         ("eagle3", None, {"options": {"prompt_lookup_max": 2}}, "'prompt_lookup_max'"),
         ("eagle3", None, {"options": {"draft_tensor_parallel_size": 2}}, "draft_tensor_parallel"),
@@ -96,7 +96,7 @@ def test_a_refusal_names_the_path_that_was_asked_for(checkpoint):
 
 
 def test_without_a_path_the_shipped_drafter_is_meant(target, monkeypatch, tmp_path, checkpoint):
-    monkeypatch.setattr(drafters, "SHIPPED", tmp_path / "none")
+    monkeypatch.setitem(drafters.SHIPPED, "eagle3", tmp_path / "none")
     with pytest.raises(ConfigError, match="needs a checkpoint"):
         load_drafter("eagle3", None, target)
 

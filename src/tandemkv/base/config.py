@@ -22,15 +22,15 @@ FAULTS = {
 MAX_DRAFT_TOKENS = 64
 """The largest K: a verify step of more rows than that never pays."""
 
-DRAFTERS = ("auto", "eagle3", "draft_model", "ngram", "none")
+DRAFTERS = ("auto", "eagle3", "dflash", "dspark", "draft_model", "ngram", "none")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An engine's options as asked for; None means: choose, and say why.
 
     model: a safetensors directory, hub id or GGUF file; None: the embedded default. drafter: auto
-    takes the shipped drafter when it was trained for the model. drafter_path: checkpoint of an
-    eagle3 or draft_model drafter. draft_vocab: rows of the target's head that the drafter drafts
+    takes the shipped drafter when it was trained for the model. drafter_path: checkpoint of
+    the drafter, where it has one. draft_vocab: rows of the target's head that the drafter drafts
     over (the most frequent ones). kv_cache_tokens: capacity of the device pools in tokens.
     max_batch_tokens: rows of one step. trace: keep a record of each verify step.
     """

@@ -52,8 +52,10 @@ def asked(config: EngineConfig) -> str:
     """Model and drafter as asked for: what is known before anything is loaded."""
     model = EMBEDDED if config.model is None else config.model
     drafter = config.drafter
+    if drafter == "auto" and config.drafter_path:
+        return f"{model}, drafter from {config.drafter_path}"
     if drafter == "auto":
-        drafter = "eagle3" if config.model is None or config.drafter_path else "none"
+        drafter = "eagle3" if config.model is None else "none"
     if drafter == "none":
         return f"{model}, no drafter"
     where = f" from {config.drafter_path}" if config.drafter_path else ""

@@ -28,7 +28,7 @@ from tandemkv.kv.keys import Namespace
 from tandemkv.kv.manager import KVManager
 from tandemkv.model.checkpoint import load_target, load_tokenizer
 from tandemkv.model.drafter import Drafter
-from tandemkv.model.drafters import Bind, find_drafter
+from tandemkv.model.drafters import Bind, find_drafter, method_of
 from tandemkv.model.target import Target
 from tandemkv.runner.forward import Runner
 from tandemkv.runner.storage import Storage
@@ -271,7 +271,7 @@ def _check_tokens(name: str, tokens: Any, vocab: int) -> None:
 def _find_drafter(config: EngineConfig, resolver: Resolver) -> Bind | None:
     asked = None if config.drafter == "auto" else config.drafter
     if config.drafter_path is not None and asked is None:
-        asked = "eagle3"
+        asked = method_of(config.drafter_path, config.cache_dir)
     embedded = config.model is None
     chosen = "eagle3" if embedded else "none"
     why = "shipped for the embedded model" if embedded else "no drafter is known for this model"

@@ -12,7 +12,7 @@ such slots, each once, and no others. This module allocates no pages and knows n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +82,20 @@ class KVPool:
         held = [_held(pages, slot // size) for slot in slots]
         return self.data[held, :, :, [slot % size for slot in slots]]
 
+    def rows(self, pages: Sequence[int], spans: Iterable[Span]) -> Tensor:
+        """Where layer 0 keeps the keys of covered slots: rows of slots_as_rows, on the CPU.
+
+        Values lie page_size rows further, each next layer 2 * page_size. pages: a page table.
+        """
+        size, per_page = self.group.page_size, 2 * len(self.group.layers) * self.group.page_size
+        parts: list[Tensor] = []
+        for start, stop in spans:
+            slots = torch.arange(start, stop)
+            first, last = start // size, (stop - 1) // size + 1
+            held = torch.tensor([_held(pages, number) for number in range(first, last)])
+            parts.append(held[slots // size - first] * per_page + slots % size)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
+
     def poison(self, pages: Sequence[int]) -> None:
         """Fill pages with NaN: debug mode's mark of a free page."""
         self.data[list(pages)] = float("nan")
@@ -130,6 +144,7 @@ class GroupRows:
     """The packed rows of one step in one layer group: planned once, used once per layer.
 
     `layer` counts within the pool (0 is group.layers[0]). R rows in the batch, H query heads.
+    reads: False plans writes alone (context rows of a drafter, which attend to nothing).
     bytes_gathered: what reads have copied from pages so far, in bytes.
     """
 
@@ -147,7 +162,9 @@ class GroupRows:
         "pool",
     )
 
-    def __init__(self, pool: KVPool, segments: Sequence[AttentionSegment]) -> None:
+    def __init__(
+        self, pool: KVPool, segments: Sequence[AttentionSegment], *, reads: bool = True
+    ) -> None:
         self.pool = pool
         self.bytes_gathered = 0
         self.num_rows = max((s.row_stop for s in segments), default=0)
@@ -158,7 +175,7 @@ class GroupRows:
         for segment in segments:
             written = segment.written()
             self._plan_writes(segment, written, rows, slots)
-            if segment.num_rows:
+            if segment.num_rows and reads:
                 blind.extend(self._plan_read(segment, written))
         self._write_all = rows == list(range(self.num_rows))
         self._write_rows = self._index(rows)

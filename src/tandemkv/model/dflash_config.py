@@ -198,7 +198,7 @@ def to_dict(config: DFlashConfig) -> dict[str, Any]:
         "layer_types": kinds,
         "sliding_window": sliding,
         "use_sliding_window": sliding is not None,
-        "is_causal": any(config.causal),
+        "is_causal": _said_causal(config),
         "input_embedding_scale": config.embedding_scale,
         "output_multiplier": config.logit_scale,
         "final_logit_softcapping": config.logit_softcap,
@@ -208,6 +208,12 @@ def to_dict(config: DFlashConfig) -> dict[str, Any]:
     for name in _SAME_NAME:
         record[name] = getattr(config, name)
     return {name: value for name, value in record.items() if value is not None}
+
+
+def _said_causal(config: DFlashConfig) -> bool | None:
+    """One word for all layers; None where they differ, which is the authors' default alone."""
+    flags = {config.is_causal(i) for i in range(config.num_layers)}
+    return flags.pop() if len(flags) == 1 else None
 
 
 _SAME_NAME = (
@@ -302,7 +308,7 @@ def _windows(config: dict[str, Any], layers: int, origin: str) -> tuple[int | No
         raise ConfigError(
             f"{origin}: layer_types names sliding layers and sliding_window is not given"
         )
-    return tuple(int(window) if k == "sliding_attention" else None for k in kinds)
+    return tuple(int(window or 0) if k == "sliding_attention" else None for k in kinds)
 
 
 def _causal(

@@ -22,6 +22,7 @@ from tandemkv.base.errors import ConfigError
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.model.draft_checkpoint import RANKING, quantised
 from tandemkv.model.drafter import Drafts
+from tandemkv.model.packed import pack_linear
 from tandemkv.model.sampling import (
     Purpose,
     draft_distribution,
@@ -106,7 +107,7 @@ class DraftHead:
     """weight [V_draft, d]; ids [V_draft]: target ids of its rows, None if the vocabularies agree.
 
     vocab_size: of the target. screen: use the int8 screen (default: on a CPU, for vocabularies
-    large enough to gain from it).
+    large enough to gain from it); False for a drafter that reads the head for many rows at once.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class DraftHead:
         self.vocab_size = vocab_size
         wanted = weight.device.type == "cpu" and len(weight) >= 4096 if screen is None else screen
         self._screen: tuple[Tensor, Tensor] | None = None
+        self._packed = pack_linear(weight) if screen is False else None
         if wanted and hasattr(torch, "_weight_int8pack_mm"):
             parts = [quantised(rows) for rows in weight.split(_ROWS_AT_ONCE)]
             values, scales = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -134,7 +136,17 @@ class DraftHead:
         if all(is_deterministic(p) for p in params):
             best, gaps = self._best(hidden)
             return Choice(self._target_ids(best), [None] * len(params), gaps)
-        logits = self.logits(hidden, NUM_SAMPLED)
+        return self.pick(self.logits(hidden, NUM_SAMPLED), params, seeds, positions, anchors)
+
+    def pick(
+        self,
+        logits: Tensor,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        positions: Sequence[int],
+        anchors: Sequence[int],
+    ) -> Choice:
+        """Draft one token per row of logits [P, V_draft] float32, whatever was added to them."""
         choice = choose(logits, params, seeds, positions, anchors)
         probs = [None if q is None else self._spread(q) for q in choice.probs]
         return Choice(self._target_ids(choice.tokens), probs, choice.gaps)
@@ -142,7 +154,7 @@ class DraftHead:
     def logits(self, hidden: Tensor, num_exact: int) -> Tensor:
         """[P, d] to [P, V_draft] float32; under a screen only the num_exact best are exact."""
         if self._screen is None:
-            return F.linear(hidden, self.weight).float()
+            return self._plain(hidden).float()
         screened = self._screened(hidden).float()
         values, index = self._rescored(hidden, screened, num_exact)
         return screened.scatter_(1, index, values)
@@ -150,7 +162,7 @@ class DraftHead:
     def _best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Row index of the best logit [P] and its lead over the second [P]."""
         if self._screen is None:
-            values, index = F.linear(hidden, self.weight).float(), None
+            values, index = self._plain(hidden).float(), None
         else:
             values, index = self._rescored(hidden, self._screened(hidden), NUM_GREEDY)
         top = values.topk(min(2, values.shape[-1]))
@@ -158,6 +170,9 @@ class DraftHead:
         if index is not None:
             best = index.gather(1, best[:, None])[:, 0]
         return best, _gaps(top.values)
+
+    def _plain(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight) if self._packed is None else self._packed(hidden)
 
     def _screened(self, hidden: Tensor) -> Tensor:
         """Approximate logits [P, V_draft] bfloat16; row by row, which the kernel is made for."""

@@ -5,6 +5,9 @@ name before memory is touched. Options carry the names of vLLM's --speculative-c
 knows every drafter's module and nothing of their maths.
 
     eagle3        path or hub id; None: the drafter shipped for the embedded target
+    dflash        the same; drafts a block of K tokens in one pass
+    dspark        the same, with the bias of each drafted token on the next; confidence_threshold
+                  ends a block where the drafter itself expects a rejection
     draft_model   path, hub id or GGUF file of a smaller causal LM with the same vocabulary
     ngram         no path: continues the longest suffix of the text that occurred before
 """
@@ -22,11 +25,18 @@ from tandemkv.base.errors import ConfigError
 from tandemkv.model.drafter import Drafter
 from tandemkv.model.target import Target
 
-SHIPPED = Path(__file__).parent.parent / "weights" / "eagle3-smollm2-135m"
-"""The EAGLE-3 drafter of the embedded default target."""
+WEIGHTS = Path(__file__).parent.parent / "weights"
+SHIPPED = {name: WEIGHTS / f"{name}-smollm2-135m" for name in ("eagle3", "dflash", "dspark")}
+"""The drafters of the embedded default target."""
 
 OPTIONS = ("method", "model", "num_speculative_tokens", "draft_vocab")
 NGRAM_OPTIONS = ("prompt_lookup_max", "prompt_lookup_min")
+OWN_OPTIONS = {
+    "ngram": NGRAM_OPTIONS,
+    "dflash": ("confidence_threshold",),
+    "dspark": ("confidence_threshold",),
+}
+"""Options that one method has beside OPTIONS."""
 
 
 Bind = Callable[[Target, "torch.dtype | None", "torch.device | str | None"], Drafter]
@@ -86,10 +96,19 @@ def find_drafter(
             raise ConfigError(f"{name} must be an integer, got {value!r}")
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
-    if vocab is not None and method != "eagle3":
+    if vocab is not None and method not in SHIPPED:
         raise ConfigError(f"draft_vocab does not apply to drafter {method!r}")
     more = {} if num is None else {"num_draft_tokens": num}
     return _FINDERS[method](path, vocab, options, cache_dir, more)
+
+
+def method_of(path: str, cache_dir: str | None = None) -> str:
+    """The method of a checkpoint directory or hub id: what its config.json says it is."""
+    from tandemkv.model.dflash_config import ARCHITECTURES
+    from tandemkv.model.draft_checkpoint import read_config
+
+    classes = read_config(_directory("eagle3", path, cache_dir)).get("architectures") or ()
+    return next((ARCHITECTURES[name] for name in classes if name in ARCHITECTURES), "eagle3")
 
 
 def _eagle3(
@@ -102,7 +121,7 @@ def _eagle3(
     from tandemkv.model.eagle3 import Eagle3
     from tandemkv.model.eagle3_checkpoint import read
 
-    config, weights = read(_directory(path, cache_dir))
+    config, weights = read(_directory("eagle3", path, cache_dir))
     return lambda target, dtype, device: Eagle3(
         target,
         config,
@@ -113,6 +132,48 @@ def _eagle3(
         device=device,
         **more,
     )
+
+
+def _block_drafter(method: str) -> Callable[..., Bind]:
+    """The finder of dflash or dspark, which share all but what their rows predict."""
+
+    def find(
+        path: str | None,
+        draft_vocab: int | None,
+        options: Mapping[str, Any],
+        cache_dir: str | None,
+        more: dict[str, int],
+    ) -> Bind:
+        from tandemkv.model.dflash import DFlash
+        from tandemkv.model.dflash_checkpoint import read
+
+        config, weights = read(_directory(method, path, cache_dir))
+        if config.method != method:
+            raise ConfigError(f"{path}: is a {config.method} checkpoint, not {method}")
+        threshold = _share("confidence_threshold", options)
+        return lambda target, dtype, device: DFlash(
+            target,
+            config,
+            weights,
+            draft_vocab=draft_vocab,
+            confidence_threshold=threshold,
+            origin=path or method,
+            dtype=dtype,
+            device=device,
+            **more,
+        )
+
+    return find
+
+
+def _share(name: str, options: Mapping[str, Any]) -> float | None:
+    """An option that is a number from 0 to 1."""
+    value = options.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"{name} must be a number from 0 to 1, got {value!r}")
+    return float(value)
 
 
 def _draft_model(
@@ -162,6 +223,8 @@ def _ngram(
 
 _FINDERS: dict[str, Callable[..., Bind]] = {
     "eagle3": _eagle3,
+    "dflash": _block_drafter("dflash"),
+    "dspark": _block_drafter("dspark"),
     "draft_model": _draft_model,
     "ngram": _ngram,
 }
@@ -188,7 +251,7 @@ def _refuse_other_tokenizer(target: Target, model: Target, origin: str) -> None:
 
 
 def _refuse_unknown(method: str, options: Mapping[str, Any]) -> None:
-    known = OPTIONS + (NGRAM_OPTIONS if method == "ngram" else ())
+    known = OPTIONS + OWN_OPTIONS.get(method, ())
     for name, value in options.items():
         if name == "draft_tensor_parallel_size" and value in (None, 1):
             continue
@@ -206,12 +269,13 @@ def _agreed(name: str, given: Any, options: Mapping[str, Any], key: str) -> Any:
     return other if given is None else given
 
 
-def _directory(path: str | None, cache_dir: str | None) -> Path:
+def _directory(method: str, path: str | None, cache_dir: str | None) -> Path:
     """A local directory: the shipped drafter, a path as given, or a hub id fetched once."""
     if path is None:
-        if not (SHIPPED / "config.json").is_file():
-            raise ConfigError("drafter 'eagle3' needs a checkpoint (drafter_path): none is shipped")
-        return SHIPPED
+        shipped = SHIPPED[method]
+        if not (shipped / "config.json").is_file():
+            raise ConfigError(f"drafter {method!r} needs a checkpoint (drafter_path)")
+        return shipped
     local = Path(path).expanduser()
     if local.exists() or path.count("/") != 1 or path.startswith((".", "/", "~")):
         return local

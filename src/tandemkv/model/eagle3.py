@@ -174,7 +174,8 @@ class Eagle3(Drafter):
         fused = self.fuse(inputs.features)
         q, k, v = self._project(inputs.next_ids, fused, *self._rotary.angles(inputs.positions))
         if writing:
-            GroupRows(self._bound(), [_context_segment(s) for s in segments]).write(0, k, v)
+            rows = [_context_segment(s) for s in segments]
+            GroupRows(self._bound(), rows, reads=False).write(0, k, v)
         if not chains:
             return collect(len(segments), ())
         last = torch.tensor([c.row for c in chains], device=self.device)
@@ -305,7 +306,7 @@ def _clipped(segment: DraftSegment) -> list[Span]:
 
 
 def _context_segment(segment: DraftSegment) -> AttentionSegment:
-    """Rows that are written and attend to nothing but themselves (the read is never run)."""
+    """Rows that are written and attend to nothing."""
     return AttentionSegment(
         segment.row_start,
         segment.row_stop,
