@@ -1,8 +1,10 @@
 """Engines on tiny random models, for tests: real scheduler, cache, runner, attention and drafters.
 
 Debug mode is on: free pages hold NaN and every law is checked after every step. Drafters: eagle3
-(random weights), self (an independent draft model with the target's own weights: every greedy draft
-is accepted if and only if its KV, positions and masks are right), ngram, none.
+and dflash (random weights, dflash with window 8), dspark (random weights, one layer unwindowed and
+one with window 7: two draft groups), self (an independent draft model with the target's own
+weights: every greedy draft is accepted if and only if its KV, positions and masks are right),
+ngram, none.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from tandemkv.base.sampling import SamplingParams
 from tandemkv.engine.engine import Completion, Engine, GenerateRequest
 from tandemkv.engine.resolve import pick_device, pick_dtype, resolve
 from tandemkv.kv.keys import Namespace
+from tandemkv.model.dflash import DFlash
 from tandemkv.model.drafter import Drafter
 from tandemkv.model.eagle3 import Eagle3
 from tandemkv.model.target import Target
 
 VOCAB = drafting.VOCAB
 TARGET_SEED = 3
+BLOCK_WINDOWS = {"dflash": (8, 8), "dspark": (None, 7)}
 
 
 def greedy(max_tokens: int = 24, **changes: object) -> SamplingParams:
@@ -33,6 +37,9 @@ def drafter_of(name: str, target: Target, k: int) -> Drafter | None:
     if name == "eagle3":
         config = drafting.eagle_config()
         return Eagle3(target, config, drafting.eagle_weights(config), num_draft_tokens=k)
+    if name in ("dflash", "dspark"):
+        shape = drafting.block_config(name, windows=BLOCK_WINDOWS[name])
+        return DFlash(target, shape, drafting.block_weights(shape), num_draft_tokens=k)
     if name == "self":
         from tandemkv.model.draft_lm import DraftModel
 

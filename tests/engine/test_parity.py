@@ -15,7 +15,7 @@ from engines import (
 
 from tandemkv.engine.engine import Engine, GenerateRequest
 
-DRAFTERS = ("eagle3", "self", "ngram")
+DRAFTERS = ("eagle3", "dflash", "dspark", "self", "ngram")
 LENGTHS = (1, 4, 5, 17, 33)
 
 
@@ -134,7 +134,7 @@ def test_a_perfect_drafter_accepts_everything_on_every_path() -> None:
             assert all(s.num_accepted == 3 for s in full)
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "self"])
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash", "dspark", "self"])
 def test_draft_rows_of_a_hit_equal_those_of_a_cold_run(drafter: str) -> None:
     tokens = prompt(41, seed=8)
     warm = tiny_engine(drafter)
@@ -155,7 +155,7 @@ def _prompt_rows(engine: Engine, tokens: list[int]) -> torch.Tensor:
     return rows
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "self"])
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash", "dspark", "self"])
 def test_withheld_draft_rows_are_really_absent_and_change_the_drafts(drafter: str) -> None:
     wanted = prompts()
     engine = tiny_engine(drafter, faults=("withhold_draft_rows",))

@@ -100,7 +100,7 @@ def test_a_drafter_that_is_the_target_is_never_rejected(
     assert_a_perfect_drafter_is_never_rejected(verification, filters)
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "self", "ngram"])
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash", "dspark", "self", "ngram"])
 @pytest.mark.parametrize("edits", EDITS)
 def test_penalties_bias_and_min_tokens_mean_the_same_with_drafts(
     drafter: str, edits: dict[str, Any]
@@ -142,7 +142,7 @@ def _joint(model: Any, tokens: list[int], made: tuple[int, ...], p: float) -> An
         yield from _joint(model, tokens, (*made, token), p * q)
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "self", "ngram"])
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash", "dspark", "self", "ngram"])
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_a_seed_repeats_through_suspension(drafter: str, verification: str) -> None:
     params = sampled(16, verification=verification)
