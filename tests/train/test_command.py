@@ -15,7 +15,7 @@ import torch
 from tandemkv import cli
 from tandemkv.base.errors import ConfigError
 from tandemkv.cli import preparing
-from tandemkv.train import TrainOptions, resumed, run
+from tandemkv.train import Eagle3Options, resumed, run
 from tandemkv.train.trainer import Trainer
 
 POOLS = '[{"name": "chat", "rows": 8, "length": 96, "max_answer": 40, "max_question": 8}]'
@@ -66,7 +66,7 @@ def held(tmp_path) -> Path:
     """A directory with the options of a run of 10 steps."""
     out = tmp_path / "held"
     out.mkdir()
-    options = TrainOptions(out=str(out), steps=10, lr=0.01, pause_after=5.0)
+    options = Eagle3Options(out=str(out), steps=10, lr=0.01, pause_after=5.0)
     (out / "options.json").write_bytes(msgspec.json.encode(options))
     return out
 
@@ -99,13 +99,13 @@ def test_a_raised_budget_trains_on(target, tmp_path):
 
 
 def test_resume_takes_the_options_of_the_run_but_for_those_of_the_call(held):
-    found = resumed(TrainOptions(out=str(held), resume=True), ("out", "resume"))
+    found = resumed(Eagle3Options(out=str(held), resume=True), ("out", "resume"))
     assert (found.steps, found.lr) == (10, 0.01)
     assert (found.resume, found.pause_after) == (True, None)
 
 
 def test_options_that_agree_are_taken_and_data_budgets_replace_each_other(held):
-    asked = TrainOptions(out=str(held), resume=True, steps=10, lr=0.01, data_seconds=3.0)
+    asked = Eagle3Options(out=str(held), resume=True, steps=10, lr=0.01, data_seconds=3.0)
     found = resumed(asked, ("out", "resume", "steps", "lr", "data_seconds"))
     assert (found.steps, found.lr, found.data_seconds) == (10, 0.01, 3.0)
     had = msgspec.structs.replace(found, data_seconds=None, data_tokens=5000)
@@ -162,7 +162,7 @@ def test_what_can_be_checked_is_refused_before_the_target_loads(held, no_load, c
 def test_a_record_that_is_no_record_is_one_line(held):
     (held / "options.json").write_text("{")
     with pytest.raises(ConfigError, match=r"options\.json cannot be read"):
-        resumed(TrainOptions(out=str(held), resume=True))
+        resumed(Eagle3Options(out=str(held), resume=True))
 
 
 def test_ctrl_c_while_the_target_loads_ends_with_one_line(tmp_path, monkeypatch, capsys):
@@ -195,22 +195,29 @@ def test_a_run_says_what_it_is_doing_before_its_first_step(target, tmp_path, cap
     assert said.err == ""
 
 
-def help_text(capsys) -> str:
-    assert cli.run(["train", "eagle3", "--help"]) == 0
+METHODS = tuple(preparing.OPTIONS)
+
+
+def help_text(capsys, method: str = "eagle3") -> str:
+    assert cli.run(["train", method, "--help"]) == 0
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_help_shows_the_default_of_every_option(capsys):
-    said = help_text(capsys)
-    fields = msgspec.structs.asdict(TrainOptions(out=""))
-    assert fields.keys() == preparing._DEFAULTS.keys()
-    for option in preparing._TRAIN:
-        shown = said.partition(f" --{option.name.replace('_', '-')} ")[2].partition(" --")[0]
+@pytest.mark.parametrize("options", METHODS, ids=lambda kind: kind.method)
+def test_help_shows_the_default_of_every_option(capsys, options):
+    said = help_text(capsys, options.method)
+    fields = msgspec.structs.asdict(options(out=""))
+    assert fields.keys() == {option.name for option in preparing.OPTIONS[options]}
+    for option in preparing.OPTIONS[options]:
+        flag = option.flags[0] if option.flags else "--" + option.name.replace("_", "-")
+        shown = said.partition(f" {flag.partition('/')[0]} ")[2].partition(" --")[0]
         value = fields[option.name]
         if option.name in ("out", "resume", "tokens", "seconds"):
             continue
         if option.name == "steps":
             assert "Give one of" in shown
+        elif option.name == "confidence":
+            assert "[default: on]" in said
         elif value in (None, ()) or isinstance(value, bool):
             assert "[default: " in shown, option.name
         else:
@@ -221,4 +228,4 @@ def test_help_shows_the_default_of_every_option(capsys):
 def test_the_example_of_pools_in_the_help_is_one_that_works(capsys):
     example = help_text(capsys).partition("Example: '")[2].partition("'")[0]
     values = {"out": "x", "steps": 1, "pools": json.loads(example)}
-    assert preparing._converted(values, TrainOptions).problems() == []
+    assert preparing._converted(values, Eagle3Options).problems() == []

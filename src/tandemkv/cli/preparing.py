@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,17 @@ import typer
 
 from tandemkv.base.errors import ConfigError
 from tandemkv.cli.options import MODEL_ARGUMENT, Opt, command
-from tandemkv.train import PoolOptions, TrainOptions, resumed, train_eagle3
+from tandemkv.train import (
+    DFlashOptions,
+    DSparkOptions,
+    Eagle3Options,
+    PoolOptions,
+    TrainOptions,
+    resumed,
+    train_dflash,
+    train_dspark,
+    train_eagle3,
+)
 from tandemkv.train.options import CPU_POOLS, CPU_TOKENS, GPU_POOLS, GPU_TOKENS
 
 
@@ -24,15 +34,14 @@ def _pools(pools: Sequence[PoolOptions]) -> str:
     return ", ".join(f"{p.name} {p.rows} x {p.length} ({p.share:g})" for p in pools)
 
 
-def _with_default(option: Opt) -> Opt:
-    """The option, its help showing the default that the trainer's own record has."""
-    value = _DEFAULTS[option.name]
-    if option.default or value in (None, ()) or isinstance(value, bool):
+def _with_default(option: Opt, options: type[TrainOptions]) -> Opt:
+    """The option, its help showing the default that the method's own record has."""
+    value = getattr(options(out=""), option.name)
+    if option.default or option.name == "out" or value in (None, ()) or isinstance(value, bool):
         return option
     return option._replace(default=f"{value:g}" if isinstance(value, float) else str(value))
 
 
-_DEFAULTS = msgspec.structs.asdict(TrainOptions(out="")) | {"out": None}
 _CONVERT = (Opt("cache_dir", str, "Where converted models are kept.", default="~/.cache/tandemkv"),)
 _POOLS_EXAMPLE = '[{"name": "chat", "rows": 8, "length": 384, "share": 0.7}]'
 _TRAIN = (
@@ -78,21 +87,50 @@ _TRAIN = (
     Opt("optimizer", str, "adamw or muon."),
     Opt("warmup", float, "Share of the budget in which the learning rate rises."),
     Opt("final_lr", float, "Learning rate at the end, as a share of the peak."),
-    Opt("unroll", int, "Training-time-test steps."),
-    Opt("unroll_decay", float, "Weight of each further step."),
     Opt("head_rows", int, "Rows of the head in one step's loss; 0: all."),
     Opt("head_random", int, "Of those, drawn anew each step."),
-    Opt("context_dropout", float, "Share of rows that lose a leading part of their context."),
+    Opt(
+        "context_dropout",
+        float,
+        "Share of rows (a block drafter's: of draft blocks) that lose a leading part of their"
+        " context.",
+    ),
     Opt("held_out", int, "Generated rows of each pool kept from training."),
     Opt("checkpoint_s", float, "Seconds between checkpoints."),
-    Opt("init", str, "random or target (the layer above the last captured one)."),
-    Opt("num_draft_tokens", int, "K of the evaluation."),
+    Opt("init", str, "random or target (layers of the target)."),
+    Opt("num_draft_tokens", int, "Drafts per step: K."),
     Opt("max_new_tokens", int, "Longest answer in the evaluation."),
     Opt("draft_vocab_rows", int, "Ranked head rows to write with the weights."),
     Opt("seed", int, "Same seed, same run."),
     Opt("device", str, "auto (cuda if there is one), cpu or cuda."),
     Opt("quiet", bool, "No progress.", ("--quiet",), default="off"),
 )
+_EAGLE3 = (
+    Opt("unroll", int, "Training-time-test steps."),
+    Opt("unroll_decay", float, "Weight of each further step."),
+)
+_DFLASH = (
+    Opt("num_layers", int, "Layers of the drafter."),
+    Opt("window", int, "Tokens that its attention reaches back, the query's own included."),
+    Opt("anchors", int, "Draft blocks that are trained per 1024 tokens of a row."),
+)
+_DSPARK = (
+    Opt("markov_rank", int, "Rank of the head that biases a draft by the one before it."),
+    Opt("table_lr", float, "Peak learning rate of that head, always by adamw."),
+    Opt(
+        "confidence",
+        bool,
+        "Train the head that foresees acceptance.",
+        ("--confidence/--no-confidence",),
+        default="on",
+    ),
+)
+OPTIONS: dict[type[TrainOptions], tuple[Opt, ...]] = {
+    Eagle3Options: (*_TRAIN, *_EAGLE3),
+    DFlashOptions: (*_TRAIN, *_DFLASH),
+    DSparkOptions: (*_TRAIN, *_DFLASH, *_DSPARK),
+}
+"""The options of each method's command: those of its record."""
 _LISTS = ("prompts", "texts", "evaluate")
 EXIT_INTERRUPTED = 130
 
@@ -106,7 +144,13 @@ def register(app: typer.Typer) -> None:
     def _train() -> None:
         """Train a drafter for a target."""
 
-    command(train, "eagle3", *map(_with_default, _TRAIN))(eagle3)
+    for options, does in (
+        (Eagle3Options, eagle3),
+        (DFlashOptions, dflash),
+        (DSparkOptions, dspark),
+    ):
+        shown = (_with_default(option, options) for option in OPTIONS[options])
+        command(train, options.method, *shown)(does)
     app.add_typer(train, name="train")
 
 
@@ -119,11 +163,25 @@ def convert(given: SimpleNamespace) -> None:
 
 def eagle3(given: SimpleNamespace) -> int:
     """Train an EAGLE-3 drafter by self-distillation; resumable."""
-    values = train_values(given)
-    options = resumed(_converted(values, TrainOptions), values)
+    return _train(given, Eagle3Options, train_eagle3)
+
+
+def dflash(given: SimpleNamespace) -> int:
+    """Train a DFlash drafter, all drafts from one pass, by self-distillation; resumable."""
+    return _train(given, DFlashOptions, train_dflash)
+
+
+def dspark(given: SimpleNamespace) -> int:
+    """Train a DSpark drafter, DFlash with a Markov head, by self-distillation; resumable."""
+    return _train(given, DSparkOptions, train_dspark)
+
+
+def _train(given: SimpleNamespace, kind: type[TrainOptions], train: Callable[[Any], Any]) -> int:
+    values = train_values(given, OPTIONS[kind])
+    options = resumed(_converted(values, kind), values)
     options.validate()
     try:
-        result = train_eagle3(options)
+        result = train(options)
     except KeyboardInterrupt as stop:
         if not stop.args:
             raise
@@ -134,9 +192,9 @@ def eagle3(given: SimpleNamespace) -> int:
     return 0
 
 
-def train_values(given: SimpleNamespace) -> dict[str, Any]:
-    """The training options that were given, lists and JSON taken apart."""
-    known = {option.name for option in _TRAIN}
+def train_values(given: SimpleNamespace, options: Sequence[Opt] = _TRAIN) -> dict[str, Any]:
+    """Those of the training options that were given, lists and JSON taken apart."""
+    known = {option.name for option in options}
     values = {k: v for k, v in vars(given).items() if k in known and v is not None}
     if "out" not in values:
         raise ConfigError("--out is missing: the directory of this run")

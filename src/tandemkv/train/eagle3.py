@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandemkv.train.attention import chain_attention
+from tandemkv.train.evaluate import NO_DRAFT, Pick, Variant
+from tandemkv.train.layers import FeedForward, Matrix, Norm, angles, rotate, split_heads
 from tandemkv.train.teacher import Teacher, default_taps
 
 
@@ -36,7 +38,6 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, teacher: Teacher) -> Shape:
         """The drafter that fits a target: its heads, its feed-forward width, three captures."""
         config = teacher.config
-        rope = getattr(config, "rope_parameters", None) or {}
         return cls(
             hidden_size=teacher.hidden_size,
             num_heads=teacher.num_heads,
@@ -44,33 +45,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             head_dim=teacher.head_dim,
             intermediate_size=int(config.intermediate_size),
             taps=default_taps(teacher.num_layers),
-            rope_theta=float(rope.get("rope_theta") or getattr(config, "rope_theta", 1e4)),
+            rope_theta=teacher.rope_theta,
             eps=float(config.rms_norm_eps),
         )
-
-
-class Matrix(nn.Module):
-    """A bias-free linear map: float32 master weight, computed in the input's dtype."""
-
-    def __init__(self, inputs: int, outputs: int, std: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(outputs, inputs) * std)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
-
-
-class Norm(nn.Module):
-    """RMSNorm over the last dimension; weight [*lead, d], one norm per leading index."""
-
-    def __init__(self, size: int, eps: float, *lead: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(*lead, size))
-        self.eps = eps
-
-    def forward(self, x: Tensor, index: int | None = None) -> Tensor:
-        weight = self.weight if index is None else self.weight[index]
-        return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -88,23 +65,10 @@ class Attention(nn.Module):
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, 2d] -> q, k, v [B, H, T, hd], rotated; k and v repeated to the query heads."""
         repeat = self.num_heads // self.num_kv_heads
-        q = rotate(_heads(self.q_proj(x), self.num_heads), *rope)
-        k = rotate(_heads(self.k_proj(x), self.num_kv_heads), *rope)
-        v = _heads(self.v_proj(x), self.num_kv_heads)
+        q = rotate(split_heads(self.q_proj(x), self.num_heads), *rope)
+        k = rotate(split_heads(self.k_proj(x), self.num_kv_heads), *rope)
+        v = split_heads(self.v_proj(x), self.num_kv_heads)
         return q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-
-
-class FeedForward(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, size: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = Matrix(size, inner, 0.02)
-        self.up_proj = Matrix(size, inner, 0.02)
-        self.down_proj = Matrix(inner, size, 0.01)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class MidLayer(nn.Module):
@@ -135,6 +99,19 @@ class Eagle3Trainee(nn.Module):
         self.fc = Matrix(taps * d, d, 0.02)
         self.midlayer = MidLayer(shape)
         self.norm = Norm(d, shape.eps)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose outputs it reads."""
+        return self.shape.taps
+
+    def tables(self) -> list[nn.Parameter]:
+        """None: embedding and head are the target's."""
+        return []
+
+    def aside(self) -> list[nn.Parameter]:
+        """None: all parameters share one loss."""
+        return []
 
     def project(self, captures: Sequence[Tensor]) -> Tensor:
         """Captures [B, T, d] each -> g [B, T, d], the drafter's input and residual."""
@@ -182,12 +159,34 @@ class Eagle3Trainee(nn.Module):
                 ids = sampler(outputs[-1]) if sampler else _ahead(tokens, step + 2)
         return outputs
 
+    @torch.no_grad()
+    def drafts_at(
+        self,
+        captures: Sequence[Tensor],
+        tokens: Tensor,
+        anchors: Tensor,
+        variant: Variant,
+        first_row: Tensor | None,
+        pick: Pick,
+    ) -> Tensor:
+        """Greedy chains [B, A, K] from anchors [B, A]; NO_DRAFT where the context row is absent."""
+        drafts: list[Tensor] = []
+
+        def sample(hidden: Tensor) -> Tensor:
+            drafts.append(pick(hidden.flatten(0, 1), None, None).view(hidden.shape[:2]))
+            return drafts[-1]
+
+        k = variant.num_drafts
+        sample(self.unroll(captures, tokens, k, first_row=first_row, sampler=sample)[-1])
+        newest = anchors - 1
+        low = torch.zeros_like(anchors[:, :1]) if first_row is None else first_row[:, None]
+        at = newest.clamp_min(0)[..., None].expand(-1, -1, k)
+        found = torch.stack(drafts, -1).gather(1, at)
+        return found.masked_fill((newest < low)[..., None], NO_DRAFT)
+
     def _rope(self, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        at = torch.arange(start, start + length, device=like.device, dtype=torch.float32)
-        half = torch.arange(0, self.shape.head_dim, 2, device=like.device, dtype=torch.float32)
-        angle = at[:, None] * self.shape.rope_theta ** (-half / self.shape.head_dim)
-        angle = torch.cat([angle, angle], -1)
-        return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+        at = torch.arange(start, start + length, device=like.device)
+        return angles(at, self.shape.head_dim, self.shape.rope_theta, like.dtype)
 
     @torch.no_grad()
     def start_from(self, teacher: Teacher, *, copy_layer: bool) -> None:
@@ -208,16 +207,6 @@ class Eagle3Trainee(nn.Module):
         layer.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight)
         self.fc.weight.mul_(0.2)
         self.fc.weight[:, -d:] += torch.eye(d, device=self.fc.weight.device)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-rotation RoPE of x [..., T, hd] by cos, sin [T, hd]."""
-    low, high = x.chunk(2, -1)
-    return x * cos + torch.cat([-high, low], -1) * sin
-
-
-def _heads(x: Tensor, count: int) -> Tensor:
-    return x.view(*x.shape[:-1], count, -1).transpose(1, 2)
 
 
 def _ahead(tokens: Tensor, by: int) -> Tensor:

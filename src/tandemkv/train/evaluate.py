@@ -1,7 +1,7 @@
-"""Acceptance on held-out prompts: the target's greedy answers, and a greedy chain at every anchor.
+"""Acceptance on held-out prompts: the target's greedy answers, and greedy drafts at every anchor.
 
-Law: drafts are what a serving chain would draft at that anchor (its own tokens fed back, context
-rows from the target's captures), so walking the accepted counts gives the serving engine's steps.
+Law: drafts are what a server would draft at that anchor (its own tokens fed back, context rows from
+the target's captures), so walking the accepted counts gives the serving engine's steps.
 Answers are cut at the first 12-gram that occurred twice before: loops would flatter. AL counts
 tokens per step, recovered or bonus token included, the prompt's own first token excluded. This
 module trains nothing.
@@ -9,7 +9,8 @@ module trains nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -18,13 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandemkv.train.data import LOOP, repeats
-from tandemkv.train.eagle3 import Eagle3Trainee, Sampler
 from tandemkv.train.prompts import Prompt, TurnScripts
 from tandemkv.train.selfplay import SelfPlay
 from tandemkv.train.teacher import Teacher
 
 EARLY_STEPS = 16
+NO_DRAFT = -2
+"""Drafted where nothing could be drafted; no token and no padding."""
+_PADDING = -1
 _HEAD_CHUNK = 8192
+
+Pick = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+"""(hidden [n, d], prefix [n, r] | None, table [V, r] | None) -> the likeliest ids [n]; prefix @
+table.T biases the logits."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -40,12 +47,32 @@ class Answer(msgspec.Struct, frozen=True):
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """How to draft. head_rows: rows of the ranked vocabulary, None: all. keep: prompt rows that the
-    drafter still has, None: all of them."""
+    drafter still has, None: all of them. markov: whether a Markov head has its say."""
 
     name: str
     num_drafts: int = 4
     head_rows: int | None = None
     keep: int | None = None
+    markov: bool = True
+
+
+class Drafting(Protocol):
+    """A drafter that drafts at many anchors at once."""
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+    def drafts_at(
+        self,
+        captures: Sequence[Tensor],
+        tokens: Tensor,
+        anchors: Tensor,
+        variant: Variant,
+        first_row: Tensor | None,
+        pick: Pick,
+    ) -> Tensor:
+        """Drafts [B, A, num_drafts] at anchors [B, A] of tokens [B, T], each as a server drafts
+        there whose context rows below first_row [B] are absent."""
+        ...
 
 
 class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +143,7 @@ def _answer_batch(
 @torch.no_grad()
 def accepted_drafts(
     teacher: Teacher,
-    trainee: Eagle3Trainee,
+    trainee: Drafting,
     answers: Sequence[Answer],
     variant: Variant,
     ranking: Tensor,
@@ -124,63 +151,63 @@ def accepted_drafts(
 ) -> list[list[int]]:
     """Per answer, accepted drafts (0..num_drafts) at each anchor: its tokens 0 .. count - 2."""
     ids = None if variant.head_rows is None else ranking[: variant.head_rows].to(teacher.device)
-    head = teacher.head if ids is None else teacher.head[ids]
-
-    def sampler(hidden: Tensor) -> Tensor:
-        flat = hidden.flatten(0, 1).to(head.dtype)
-        best = torch.cat([(x @ head.T).argmax(-1) for x in flat.split(_HEAD_CHUNK)])
-        return (best if ids is None else ids[best]).view(hidden.shape[:2])
-
+    pick = greedy(teacher.head, ids)
     order = sorted(range(len(answers)), key=lambda i: len(answers[i].tokens))
     result: list[list[int]] = [[] for _ in answers]
     while order:
         size = max(1, batch_tokens // (len(answers[order[-1]].tokens) + 8))
         batch, order = order[-size:], order[:-size]
-        counts = _accepted_batch(teacher, trainee, [answers[i] for i in batch], variant, sampler)
+        counts = _accepted_batch(teacher, trainee, [answers[i] for i in batch], variant, pick)
         for i, row in zip(batch, counts, strict=True):
             result[i] = row
     return result
 
 
+def greedy(head: Tensor, ids: Tensor | None) -> Pick:
+    """Picks the likeliest of all ids of a head [V, d], or of some."""
+    rows = head if ids is None else head[ids]
+
+    def pick(hidden: Tensor, prefix: Tensor | None, table: Tensor | None) -> Tensor:
+        bias = None if table is None else (table if ids is None else table[ids]).to(rows.dtype)
+        found: list[Tensor] = []
+        for at in range(0, len(hidden), _HEAD_CHUNK):
+            part = slice(at, at + _HEAD_CHUNK)
+            logits = hidden[part].to(rows.dtype) @ rows.T
+            if bias is not None and prefix is not None:
+                logits += prefix[part].to(rows.dtype) @ bias.T
+            found.append(logits.argmax(-1))
+        best = torch.cat(found)
+        return best if ids is None else ids[best]
+
+    return pick
+
+
 def _accepted_batch(
     teacher: Teacher,
-    trainee: Eagle3Trainee,
+    trainee: Drafting,
     answers: Sequence[Answer],
     variant: Variant,
-    sampler: Sampler,
+    pick: Pick,
 ) -> list[list[int]]:
-    k = variant.num_drafts
+    k, device = variant.num_drafts, teacher.device
     length = max(len(a.tokens) for a in answers) + k + 2
-    tokens = torch.stack(
-        [F.pad(torch.tensor(a.tokens), (0, length - len(a.tokens)), value=-1) for a in answers]
-    ).to(teacher.device)
-    captures, _ = teacher.dense(tokens.clamp_min(0), trainee.shape.taps)
-    first_row = None
-    if variant.keep is not None:
-        starts = torch.tensor([max(0, a.start - variant.keep) for a in answers])
-        first_row = starts.to(teacher.device)
-    drafts: list[Tensor] = []
-
-    def draft(hidden: Tensor) -> Tensor:
-        drafts.append(sampler(hidden))
-        return drafts[-1]
-
-    outputs = trainee.unroll(captures, tokens.clamp_min(0), k, first_row=first_row, sampler=draft)
-    draft(outputs[-1])
-    hits = torch.stack(
-        [d == F.pad(tokens, (0, j + 2), value=-1)[:, j + 2 :] for j, d in enumerate(drafts)], -1
-    )
+    padded = torch.stack(
+        [
+            F.pad(torch.tensor(a.tokens), (0, length - len(a.tokens)), value=_PADDING)
+            for a in answers
+        ]
+    ).to(device)
+    tokens = padded.clamp_min(0)
+    captures, _ = teacher.dense(tokens, trainee.taps)
+    starts = torch.tensor([a.start for a in answers], device=device)
+    first_row = None if variant.keep is None else (starts - variant.keep).clamp_min(0)
+    ahead = torch.arange(max(1, *(a.count - 1 for a in answers)), device=device)
+    anchors = (starts[:, None] + ahead).clamp_max(length - k - 1)
+    drafts = trainee.drafts_at(captures, tokens, anchors, variant, first_row, pick)
+    label = anchors[..., None] + torch.arange(1, k + 1, device=device)
+    hits = drafts == padded.gather(1, label.flatten(1)).view(label.shape)
     accepted = hits.long().cumprod(-1).sum(-1).tolist()
-    return [
-        [_at_anchor(row, a, i, variant) for i in range(a.start, a.start + a.count - 1)]
-        for row, a in zip(accepted, answers, strict=True)
-    ]
-
-
-def _at_anchor(row: Sequence[int], answer: Answer, anchor: int, variant: Variant) -> int:
-    """Accepted drafts at an anchor, whose newest context row is anchor - 1 (absent: no drafts)."""
-    missing = variant.keep == 0 and anchor == answer.start
-    return 0 if missing or anchor == 0 else row[anchor - 1]
+    return [row[: max(0, a.count - 1)] for row, a in zip(accepted, answers, strict=True)]
 
 
 def walk(accepted: Sequence[int], num_drafts: int) -> list[tuple[int, int]]:
@@ -241,7 +268,7 @@ def interval(tokens: np.ndarray, steps: np.ndarray, draws: int = 2000) -> tuple[
 
 def evaluate(
     teacher: Teacher,
-    trainee: Eagle3Trainee,
+    trainee: Drafting,
     answers: Sequence[Answer],
     variants: Sequence[Variant],
     ranking: Tensor,

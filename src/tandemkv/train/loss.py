@@ -1,10 +1,10 @@
-"""The loss: the drafter's distribution against the target's, at every position and unrolled step.
+"""The loss: the drafter's distribution against the target's, and its form for unrolled steps.
 
 Law: step s of row i is compared with the target's distribution for x_{i+2+s}; a row counts at step
 s when every token from its first prediction to this one is an answer of the target, outside loops,
 and its context holds the row. The vocabulary's logits never live at once and never meet autograd: a
-chunk's gradient is written over its logits and carried to the hidden states. This module chooses no
-data and holds no weights.
+chunk's gradient is written over its logits and carried to the hidden states, and to the table where
+the student's logits are biased. This module chooses no data and holds no weights.
 """
 
 from __future__ import annotations
@@ -78,9 +78,13 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: Tensor,
         mix: tuple[float, float],
         hidden: Tensor,
+        table: Tensor | None,
     ):
-        steps, count, _ = hidden.shape
+        steps, count, width = hidden.shape
         grad = torch.empty_like(hidden)
+        rank = 0 if table is None else table.shape[1]
+        whole = head if table is None else torch.cat([head, table.to(head.dtype)], 1)
+        table_grad = None if table is None else torch.zeros_like(table, dtype=torch.float32)
         ce, l1 = torch.zeros_like(weight), torch.zeros_like(weight)
         chunk = CHUNK.get(hidden.device.type, 4096)
         for start in range(0, count, chunk):
@@ -88,18 +92,38 @@ class _ChunkedLoss(torch.autograd.Function):
             targets = _Targets(teacher[part] @ head.T)
             for s in range(steps):
                 slope, ce[s, part], l1[s, part] = targets.compare(
-                    hidden[s, part] @ head.T, weight[s, part].contiguous(), mix
+                    hidden[s, part] @ whole.T, weight[s, part].contiguous(), mix
                 )
-                grad[s, part] = slope @ head
-        ctx.save_for_backward(grad)
+                grad[s, part] = slope @ whole
+                if table_grad is not None:
+                    table_grad += slope.T @ hidden[s, part, width - rank :]
+        ctx.save_for_backward(grad, table_grad)
         total_ce, total_l1 = (weight * ce).sum(), (weight * l1).sum()
         ctx.mark_non_differentiable(total_ce, total_l1, l1)
         return mix[0] * total_ce + mix[1] * total_l1, total_ce, total_l1, l1
 
     @staticmethod
     def backward(ctx: Any, *grads: Any):
-        (grad,) = ctx.saved_tensors
-        return None, None, None, None, grad * grads[0].to(grad.dtype)
+        grad, table_grad = ctx.saved_tensors
+        to_table = None if table_grad is None else table_grad * grads[0]
+        return None, None, None, None, grad * grads[0].to(grad.dtype), to_table
+
+
+def soft_loss(
+    hidden: Tensor,
+    teacher: Tensor,
+    head: Tensor,
+    weight: Tensor,
+    mix: tuple[float, float],
+    table: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """sum(weight * (mix[0] * CE + mix[1] * L1)), differentiable; weighted CE, L1; each row's L1.
+
+    hidden [S, n, d] against teacher [n, d] (past the final norm) over the rows of head [v, d];
+    weight [S, n]. table [v, r]: hidden is [S, n, d + r], its last r columns biasing the logits by
+    their product with the table.
+    """
+    return _ChunkedLoss.apply(teacher, head, weight, mix, hidden, table)
 
 
 class _Targets:
@@ -144,7 +168,7 @@ def unrolled_loss(
     hidden = torch.stack(
         [x.flatten(0, 1).index_select(0, rows.row(s)) for s, x in enumerate(outputs)]
     )
-    loss, ce, l1, per_row = _ChunkedLoss.apply(teacher, head, weight, mix, hidden)
+    loss, ce, l1, per_row = soft_loss(hidden, teacher, head, weight, mix)
     accept = (1 - per_row / 2) * rows.valid
     return loss, LossReport(ce, l1, accept)
 

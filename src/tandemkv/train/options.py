@@ -1,16 +1,14 @@
-"""What a training run was asked to do: one frozen record, checked as a whole before any work.
+"""What a training run was asked to do: one frozen record per method, checked before any work.
 
-Law: every problem is reported at once and names its option; the record that a run directory holds
-is the record it goes on with, and only its budget may grow. This module touches no tensor.
+Law: every problem is reported at once and names its option; an option that a method has no use for
+is none of its record. This module touches no tensor and reads no run (`record` does).
 """
 
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import msgspec
 
@@ -50,7 +48,7 @@ CPU_POOLS = (
 
 
 class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of `train_eagle3`.
+    """What every method is trained with; `method` names the one that a subclass is for.
 
     target: a safetensors directory, hub id or GGUF file; None: the embedded default.
     out: the run directory (data, checkpoint, curve, weights). prompts: JSONL files of first turns
@@ -65,10 +63,14 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     batch_tokens: tokens of one optimizer step. head_rows: rows of the tied head in the loss of one
     step, of which head_random are drawn anew each step from the less frequent ones; 0: the whole
-    vocabulary. unroll: training-time-test steps S. context_dropout: share of rows that lose a
-    random leading part of their context. init: random or target (the layer above the last tap).
-    optimizer: muon (matrices; norms by AdamW at the same rate) or adamw, which wants lr 1e-3.
+    vocabulary. context_dropout: share of rows (of draft blocks, for a block drafter) that lose a
+    random leading part of their context. init: random or target (layers of the target's).
+    optimizer: muon (matrices; the rest by AdamW at the same rate) or adamw, which wants lr 1e-3.
     """
+
+    method: ClassVar[str] = ""
+    fixed: ClassVar[frozenset[str]] = frozenset()
+    """Options of the evaluation that, for this method, make the drafter: a run keeps them."""
 
     out: str
     target: str | None = None
@@ -90,8 +92,6 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: str = "muon"
     warmup: float = 0.04
     final_lr: float = 0.02
-    unroll: int = 5
-    unroll_decay: float = 0.8
     head_rows: int = 16384
     head_random: int = 4096
     context_dropout: float = 0.25
@@ -113,7 +113,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.data_tokens is not None and self.data_seconds is not None:
             out.append("give one of data_tokens and data_seconds, not both")
         for name in _POSITIVE:
-            value = getattr(self, name)
+            value = getattr(self, name, None)
             if value is not None and value <= 0:
                 out.append(f"{name} must be above 0, got {value}")
         for name in _SHARES:
@@ -146,113 +146,65 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
         return Path(self.data) if self.data else Path(self.out) / "data"
 
 
+class Eagle3Options(TrainOptions, frozen=True, kw_only=True):
+    """Options of `train_eagle3`. unroll: training-time-test steps S, each of unroll_decay times
+    the weight of the one before. init: the layer above the last capture, when it is the target's.
+    """
+
+    method: ClassVar[str] = "eagle3"
+
+    unroll: int = 5
+    unroll_decay: float = 0.8
+
+
+class DFlashOptions(TrainOptions, frozen=True, kw_only=True):
+    """Options of `train_dflash`. num_draft_tokens: drafts of one draft block, K, of the weights.
+
+    num_layers: layers of the drafter. window: how far its attention reaches back, the query's own
+    token included. anchors: draft blocks that are trained per 1,024 tokens of a row. init: the
+    target's last layers, when it is the target's.
+    """
+
+    method: ClassVar[str] = "dflash"
+    fixed: ClassVar[frozenset[str]] = frozenset({"num_draft_tokens"})
+
+    batch_tokens: int = 65536
+    init: str = "target"
+    num_draft_tokens: int = 7
+    num_layers: int = 3
+    window: int = 512
+    anchors: int = 128
+
+    def problems(self) -> list[str]:
+        """As of every method, and a window that a draft block does not fit in."""
+        least = self.num_draft_tokens + 1
+        if 0 < self.window < least:
+            return [*super().problems(), f"window must be at least {least}, got {self.window}"]
+        return super().problems()
+
+
+class DSparkOptions(DFlashOptions, frozen=True, kw_only=True):
+    """Options of `train_dspark`: those of DFlash, and its two heads'.
+
+    markov_rank: rank of the table that biases a draft by the token before it; table_lr: peak rate
+    of AdamW for that table. confidence: whether to train the head that foresees acceptance.
+    """
+
+    method: ClassVar[str] = "dspark"
+
+    markov_rank: int = 64
+    table_lr: float = 1.5e-3
+    confidence: bool = True
+
+
 _POSITIVE = (
     "data_tokens", "data_seconds", "steps", "tokens", "seconds", "pause_after", "batch_tokens",
     "lr", "unroll", "unroll_decay", "checkpoint_s", "num_draft_tokens", "max_new_tokens",
-    "draft_vocab_rows", "evaluate_limit",
+    "draft_vocab_rows", "evaluate_limit", "num_layers", "window", "anchors", "markov_rank",
+    "table_lr",
 )  # fmt: skip
 _SHARES = ("warmup", "final_lr", "context_dropout")
 _CHOICES = {"optimizer": ("adamw", "muon"), "init": ("random", "target")}
-_BUDGETS = ("steps", "tokens", "seconds")
-_OF_THE_CALL = ("resume", "pause_after", "quiet")
-"""Options of one call: a resumed run does not take them from the record."""
-_MAY_CHANGE = frozenset(
-    {*_OF_THE_CALL, *_BUDGETS, "out", "device", "evaluate", "evaluate_limit", "checkpoint_s",
-     "data_seconds", "data_tokens", "num_draft_tokens", "max_new_tokens"}
-)  # fmt: skip
-"""Options that a resumed run may be given anew: they do not change what was trained so far."""
-_ALTERNATIVES = (_BUDGETS, ("data_tokens", "data_seconds"))
-"""Of each of these one is set: giving one anew drops the others of the record."""
-
-
-def resumed(options: TrainOptions, given: Iterable[str] | None = None) -> TrainOptions:
-    """The options a call runs with: with `resume` the run's own, the given ones laid over.
-
-    given: names of the options that were given, None: all of them. Without `resume`, or in a
-    directory that holds no run yet, the options as they are. Raises ConfigError when the directory
-    holds a run and `resume` was not asked for, or when a given option contradicts the run's.
-    """
-    before = _recorded(Path(options.out))
-    if before is None:
-        if options.resume and not any(_budget(options)):
-            raise ConfigError(f"{options.out} holds no run to go on with")
-        return options
-    if not options.resume:
-        again = resume_command(options)
-        raise ConfigError(f"{options.out} already holds a run: go on with `{again}`")
-    named = set(TrainOptions.__struct_fields__ if given is None else given)
-    if changed := _contradictions(options, before, named):
-        raise ConfigError(f"{options.out} holds a run with {'; '.join(changed)}")
-    return _laid_over(options, before, named)
-
-
-def _laid_over(options: TrainOptions, before: TrainOptions, named: set[str]) -> TrainOptions:
-    for names in _ALTERNATIVES:
-        if named & set(names):
-            named |= set(names)
-    values = {name: getattr(options, name) for name in {*named, *_OF_THE_CALL, "out"}}
-    return msgspec.structs.replace(before, **values)
-
-
-def _contradictions(options: TrainOptions, before: TrainOptions, named: set[str]) -> list[str]:
-    """What was given against the record: option, its value there, the value given."""
-    found = [
-        f"{name} {_shown(getattr(before, name))}, not {_shown(getattr(options, name))}"
-        for name in TrainOptions.__struct_fields__
-        if name in named - _MAY_CHANGE and getattr(options, name) != getattr(before, name)
-    ]
-    had, now = _budget(before), _budget(options)
-    if named & set(_BUDGETS) and any(now) and any(had):
-        if now[0] != had[0]:
-            found.append(f"{had[0]} {had[1]:g} as its budget, not {now[0]} {now[1]:g}")
-        elif now[1] < had[1]:
-            found.append(f"{had[0]} {had[1]:.12g}, not {now[1]:.12g} (a budget may only be raised)")
-    return found
-
-
-def _budget(options: TrainOptions) -> tuple[str, float]:
-    """The first budget that is set and its value; ("", 0) without one."""
-    set_ = ((name, getattr(options, name)) for name in _BUDGETS)
-    return next(((name, float(value)) for name, value in set_ if value is not None), ("", 0.0))
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "left open"
-    if isinstance(value, tuple | str):
-        return msgspec.json.encode(value).decode()
-    return str(value)
-
-
-def _recorded(out: Path) -> TrainOptions | None:
-    """The options of the run that a directory holds, None where it holds none."""
-    record = out / "options.json"
-    try:
-        return msgspec.json.decode(record.read_bytes(), type=TrainOptions)
-    except FileNotFoundError:
-        return None
-    except NotADirectoryError:
-        raise ConfigError(f"{out} is not a directory") from None
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{record} cannot be read as the options of a run: {error}") from None
-
-
-def resume_command(options: TrainOptions) -> str:
-    """The command line that goes on with a run; every option comes from its directory."""
-    return f"tandemkv train eagle3 --out {shlex.quote(options.out)} --resume"
-
-
-def holds_run(options: TrainOptions) -> bool:
-    """Whether there is something to go on with."""
-    return (Path(options.out) / "options.json").exists()
-
-
-def claim_directory(options: TrainOptions) -> None:
-    """Make the run directory and put the options there, for `resumed` to find."""
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    record = msgspec.json.format(msgspec.json.encode(options), indent=2)
-    write_atomically(out / "options.json", record)
 
 
 def _unusable(*directories: str | None) -> list[str]:

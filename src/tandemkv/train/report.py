@@ -17,6 +17,13 @@ from tandemkv.train.evaluate import Acceptance
 from tandemkv.train.options import TrainOptions, write_atomically
 from tandemkv.train.trainer import Point
 
+_NOT_SHOWN = (
+    "out", "target", "prompts", "texts", "evaluate", "evaluate_limit", "data", "pools",
+    "data_tokens", "data_seconds", "steps", "tokens", "seconds", "pause_after", "resume",
+    "checkpoint_s", "held_out", "max_new_tokens", "draft_vocab_rows", "device", "quiet",
+)  # fmt: skip
+"""Options that a card leaves out: places, budgets and what is said elsewhere on it."""
+
 
 def write_curve(directory: Path, curve: Sequence[Point]) -> None:
     """curve.json, and its picture: curve.png where matplotlib is there, else curve.svg."""
@@ -91,6 +98,7 @@ def acceptance_table(results: Sequence[Acceptance]) -> str:
 
 
 def model_card(
+    title: str,
     options: TrainOptions,
     sizes: Mapping[str, Any],
     curve: Sequence[Point],
@@ -100,10 +108,11 @@ def model_card(
     last = next((p for p in reversed(curve) if not p.held_out), None)
     held = next((p for p in reversed(curve) if p.held_out), None)
     lines = [
-        "# EAGLE-3 drafter",
+        f"# {title} drafter",
         "",
-        f"Target: {sizes.get('target')}. Trained by `tandemkv train eagle3` on the target's own"
-        " answers (self-distillation); embedding and head are the target's, frozen, not included.",
+        f"Target: {sizes.get('target')}. Trained by `tandemkv train {options.method}` on the"
+        " target's own answers (self-distillation); embedding and head are the target's, frozen,"
+        " not included.",
         "",
         "## Training",
         "",
@@ -118,11 +127,7 @@ def model_card(
         lines.append(
             f"- held-out rows: cross entropy {held.ce:.3f}, L1 {held.l1:.3f}, tau {held.tau:.3f}"
         )
-    shown = {
-        k: v for k, v in msgspec.to_builtins(options).items()
-        if k in ("batch_tokens", "lr", "optimizer", "unroll", "unroll_decay", "head_rows",
-                 "head_random", "context_dropout", "init", "seed", "warmup", "final_lr")
-    }  # fmt: skip
+    shown = {k: v for k, v in msgspec.to_builtins(options).items() if k not in _NOT_SHOWN}
     lines += ["- options: " + ", ".join(f"{k} {v}" for k, v in shown.items()), ""]
     lines += ["## Acceptance, greedy, held-out prompts", "", acceptance_table(results), ""]
     return "\n".join(lines)

@@ -1,8 +1,9 @@
-"""`train_eagle3`: generate, train, evaluate, write; each stage goes on where it was stopped.
+"""`train`: generate, train, evaluate, write; each stage goes on where it was stopped.
 
 Law: the run directory is the state: options.json, data/, checkpoint.pt, and at the end weights/
 with the drafter, its card and its curve. Ctrl-C at any time loses at most the batch in hand. What
-can be checked is checked before the target is loaded. This module only puts the stages in order.
+can be checked is checked before the target is loaded. What is judged is what was written. This
+module only puts the stages in order; what differs between methods is theirs (`methods`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tandemkv.base.errors import ConfigError
-from tandemkv.train import data, evaluate, prompts, report, weights
-from tandemkv.train.eagle3 import Eagle3Trainee, Shape
+from tandemkv.train import data, evaluate, prompts, report
+from tandemkv.train.methods import method_of
 from tandemkv.train.options import (
     CPU_POOLS,
     CPU_TOKENS,
@@ -25,13 +26,10 @@ from tandemkv.train.options import (
     GPU_TOKENS,
     PoolOptions,
     TrainOptions,
-    claim_directory,
-    holds_run,
-    resume_command,
-    resumed,
     write_atomically,
 )
 from tandemkv.train.progress import Progress
+from tandemkv.train.record import claim_directory, holds_run, resume_command, resumed
 from tandemkv.train.selfplay import SelfPlay
 from tandemkv.train.teacher import Teacher, choose_device, load_teacher
 from tandemkv.train.trainer import Trainer
@@ -47,8 +45,8 @@ class TrainResult(msgspec.Struct, frozen=True):
     acceptance: list[evaluate.Acceptance]
 
 
-def train_eagle3(options: TrainOptions) -> TrainResult:
-    """Train an EAGLE-3 drafter for a target by self-distillation.
+def train(options: TrainOptions) -> TrainResult:
+    """Train a drafter for a target by self-distillation; the options' class says which kind.
 
     Returns when the budget is used (weights, card, curve and acceptance are written) or when it was
     paused (call again with resume). Raises ConfigError for options that cannot work, and
@@ -143,9 +141,8 @@ def _trainer(
     options: TrainOptions, teacher: Teacher, pools: dict[str, data.Pool], ranking: Tensor, out: Path
 ) -> Trainer:
     torch.manual_seed(options.seed)
-    trainee = Eagle3Trainee(Shape.of(teacher), teacher.embedding)
-    trainee.start_from(teacher, copy_layer=options.init == "target")
-    trainer = Trainer(options, teacher, trainee.to(teacher.device), pools, ranking)
+    trainee = method_of(options).build(options, teacher)
+    trainer = Trainer(options, teacher, trainee, pools, ranking)
     if (out / "checkpoint.pt").exists():
         trainer.restore(out / "checkpoint.pt")
     return trainer
@@ -168,22 +165,6 @@ def evaluation_sets(
     return {name: found[: options.evaluate_limit] for name, found in sets.items()}
 
 
-def variants(options: TrainOptions, vocab_size: int) -> list[evaluate.Variant]:
-    """What a finished run is judged on: whole, with fewer prompt rows, longer, reduced heads."""
-    k = options.num_draft_tokens
-    found = [
-        evaluate.Variant(name="full", num_drafts=k),
-        evaluate.Variant(name="no prompt rows", num_drafts=k, keep=0),
-        evaluate.Variant(name="last 32 prompt rows", num_drafts=k, keep=32),
-        evaluate.Variant(name=f"full, K {k + 3}", num_drafts=k + 3),
-    ]
-    for rows in (32768, 16384, 8192):
-        if rows < vocab_size:
-            name = f"head {rows}"
-            found.append(evaluate.Variant(name=name, num_drafts=k, head_rows=rows))
-    return found
-
-
 def _finish(
     options: TrainOptions,
     trainer: Trainer,
@@ -198,17 +179,19 @@ def _finish(
     curve = [*trainer.curve, held] if held else trainer.curve
     rows = min(options.draft_vocab_rows, teacher.vocab_size)
     record = {"steps": trainer.step, "tokens": trainer.tokens, "seconds": round(trainer.seconds)}
-    weights.export(target, trainer.trainee, teacher, ranking, rows, record)
+    trainer.method.export(target, trainer.trainee, teacher, ranking, rows, record)
     report.write_curve(target, curve)
     progress.note(f"weights are written; measuring acceptance, K {options.num_draft_tokens}")
-    results = judge(options, trainer.trainee, teacher, chat, scripts, trainer.pools, ranking)
+    written, _ = trainer.method.load(target, teacher)
+    results = judge(options, written, teacher, chat, scripts, trainer.pools, ranking)
     write_atomically(target / "acceptance.json", msgspec.json.encode(results))
     sizes = data_sizes(options) | {
         "target": options.target or "the embedded default",
         "trained": f"{trainer.step} steps, {trainer.tokens} tokens, {trainer.seconds:.0f} s on"
         f" {_device_name(teacher.device)}",
     }
-    write_atomically(target / "MODEL_CARD.md", report.model_card(options, sizes, curve, results))
+    card = report.model_card(trainer.method.title, options, sizes, curve, results)
+    write_atomically(target / "MODEL_CARD.md", card)
     progress.note(report.acceptance_table(results))
     progress.note(f"weights in {target}")
     return TrainResult(True, trainer.step, trainer.tokens, target, results)
@@ -216,7 +199,7 @@ def _finish(
 
 def judge(
     options: TrainOptions,
-    trainee: Eagle3Trainee,
+    trainee: evaluate.Drafting,
     teacher: Teacher,
     chat: prompts.ChatFormat,
     scripts: prompts.TurnScripts,
@@ -226,9 +209,8 @@ def judge(
     """Acceptance on every evaluation set."""
     sets = evaluation_sets(options, chat, pools)
     answers = evaluate.answer_prompts(teacher, scripts, sets, options.max_new_tokens)
-    return evaluate.evaluate(
-        teacher, trainee, answers, variants(options, teacher.vocab_size), ranking
-    )
+    variants = method_of(options).variants(options, teacher.vocab_size)
+    return evaluate.evaluate(teacher, trainee, answers, variants, ranking)
 
 
 def _device_name(device: torch.device) -> str:

@@ -124,6 +124,8 @@ class Teacher:
         self.num_heads = int(config.num_attention_heads)
         self.num_kv_heads = int(config.num_key_value_heads or self.num_heads)
         self.head_dim = int(getattr(config, "head_dim", None) or self.hidden_size // self.num_heads)
+        rope = getattr(config, "rope_parameters", None) or {}
+        self.rope_theta = float(rope.get("rope_theta") or getattr(config, "rope_theta", 1e4))
         self.max_length = int(config.max_position_embeddings)
         eos = model.generation_config.eos_token_id if model.generation_config else None
         eos = eos if eos is not None else config.eos_token_id
@@ -197,6 +199,14 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     taps = (1, num_layers // 2 - 1, num_layers - 4)
     if not 0 <= taps[0] < taps[1] < taps[2]:
         raise ConfigError(f"target: {num_layers} layers are too few for three captures")
+    return taps
+
+
+def spread_taps(num_layers: int, count: int) -> tuple[int, ...]:
+    """The captures block drafters take by default: output-of ids, even from 1 to num_layers - 3."""
+    taps = tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+    if len(set(taps)) < count or taps[0] < 0:
+        raise ConfigError(f"target: {num_layers} layers are too few for {count} captures")
     return taps
 
 

@@ -3,7 +3,7 @@
 Law: with a budget of steps or tokens, a run that was stopped and resumed ends with the very
 parameters of one that was not (same device and build). Whatever is drawn at a step is a function of
 (seed, step) or lies in the checkpoint. A checkpoint is written whole or not at all. This module
-generates no data and writes no report.
+generates no data, writes no report and knows a method by its protocol alone.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ import torch
 from torch import Tensor
 
 from tandemkv.train.data import BatchOrder, Pool
-from tandemkv.train.eagle3 import Eagle3Trainee
-from tandemkv.train.loss import LossReport, Rows, countable_rows, expected_length, unrolled_loss
+from tandemkv.train.methods import Batch, Report, method_of
 from tandemkv.train.options import TrainOptions
 from tandemkv.train.teacher import Teacher
 
 LOG_EVERY = 20
-EARLY_MIX, LATE_MIX, MIX_TURN = (0.8, 0.2), (0.3, 0.7), 0.3
-"""Shares of (CE, L1): cross entropy leads until MIX_TURN of the budget, total variation after."""
+HELD_OUT_SEED = 1
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -79,17 +77,18 @@ class Trainer:
         self,
         options: TrainOptions,
         teacher: Teacher,
-        trainee: Eagle3Trainee,
+        trainee: Any,
         pools: dict[str, Pool],
         ranking: Tensor,
     ) -> None:
         self.options, self.teacher, self.trainee, self.pools = options, teacher, trainee, pools
+        self.method = method_of(options)
         self.ranking = ranking.to(teacher.device)
         self.order = BatchOrder(pools, options.batch_tokens, options.seed)
-        self.optimizers = _optimizers(trainee, options)
+        self._rates, self.optimizers = zip(*_optimizers(trainee, options), strict=True)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.curve: list[Point] = []
-        self._parameters = list(trainee.parameters())
+        self._clipped = _without(list(trainee.parameters()), trainee.aside())
 
     @property
     def progress(self) -> float:
@@ -141,93 +140,76 @@ class Trainer:
         lr = self._set_lr(share)
         tokens, mask = self.order.next()
         generator = torch.Generator().manual_seed(o.seed * 1_000_003 + self.step)
-        first_row = self._dropped_context(len(tokens), tokens.shape[1], generator)
-        rows = countable_rows(mask, o.unroll, first_row)
-        loss, report = self.loss(
-            tokens,
-            rows,
-            self._head(generator),
-            first_row,
-            EARLY_MIX if share < MIX_TURN else LATE_MIX,
+        ids = self._head_ids(generator)
+        batch = Batch(
+            tokens=tokens,
+            mask=mask,
+            head=self.teacher.head if ids is None else self.teacher.head[ids],
+            ids=ids,
+            generator=generator,
+            mix=self.method.mixes[share >= self.method.mix_turn],
         )
+        loss, report = self.method.loss(o, self.teacher, self.trainee, batch)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(self._clipped, 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
         self.step += 1
         self.tokens += tokens.numel()
         if self.step % LOG_EVERY != 1 and not self.done:
             return None
-        return self._point(report, rows, float(norm), lr)
-
-    def loss(
-        self,
-        tokens: Tensor,
-        rows: Rows,
-        head: Tensor,
-        first_row: Tensor | None,
-        mix: tuple[float, float],
-    ) -> tuple[Tensor, LossReport]:
-        """The unrolled loss of one batch, teacher pass included."""
-        captures, hidden = self.teacher.dense(tokens, self.trainee.shape.taps)
-        outputs = self.trainee.unroll(captures, tokens, self.options.unroll, first_row=first_row)
-        return unrolled_loss(outputs, hidden, head, rows, self.options.unroll_decay, mix)
+        return self._point(report, float(norm), lr)
 
     @torch.no_grad()
     def held_out(self, batch_tokens: int = 16384) -> Point | None:
-        """Loss and tau over the held-out rows, whole vocabulary, whole contexts; None without."""
+        """Loss and tau over the held-out rows, whole vocabulary and contexts; None without."""
         parts: list[tuple[float, float, float, int]] = []
         for pool in self.pools.values():
             tokens, mask = pool.held_out
             size = max(1, batch_tokens // max(1, pool.length))
             for i in range(0, len(tokens), size):
-                rows = countable_rows(mask[i : i + size], self.options.unroll)
-                if not len(rows.label):
-                    continue
-                batch = tokens[i : i + size].long()
-                _, report = self.loss(batch, rows, self.teacher.head, None, LATE_MIX)
-                tau = expected_length(report, rows)
-                parts.append((float(report.ce), float(report.l1), tau, len(rows.label)))
+                batch = Batch(
+                    tokens=tokens[i : i + size].long(),
+                    mask=mask[i : i + size],
+                    head=self.teacher.head,
+                    ids=None,
+                    generator=torch.Generator().manual_seed(HELD_OUT_SEED),
+                    mix=self.method.mixes[-1],
+                    held_out=True,
+                )
+                _, report = self.method.loss(self.options, self.teacher, self.trainee, batch)
+                if report.count:
+                    found = float(report.ce), float(report.l1), report.tau(), report.count
+                    parts.append(found)
         if not parts:
             return None
         weight = sum(p[3] for p in parts)
         ce, l1, tau = (sum(p[i] * p[3] for p in parts) / weight for i in range(3))
         return Point(self.step, self.tokens, self.seconds, ce, l1, tau, 0.0, 0.0, True)
 
-    def _point(self, report: LossReport, rows: Rows, norm: float, lr: float) -> Point:
-        tau = expected_length(report, rows)
-        return Point(
-            self.step, self.tokens, self.seconds, float(report.ce), float(report.l1), tau, norm, lr
-        )
+    def _point(self, report: Report, norm: float, lr: float) -> Point:
+        ce, l1 = float(report.ce), float(report.l1)
+        return Point(self.step, self.tokens, self.seconds, ce, l1, report.tau(), norm, lr)
 
     def _set_lr(self, share: float) -> float:
-        lr = self.options.lr * schedule(share, self.options.warmup, self.options.final_lr)
-        for optimizer in self.optimizers:
+        factor = schedule(share, self.options.warmup, self.options.final_lr)
+        for rate, optimizer in zip(self._rates, self.optimizers, strict=True):
             for group in optimizer.param_groups:
-                group["lr"] = lr
-        return lr
+                group["lr"] = rate * factor
+        return self.options.lr * factor
 
-    def _dropped_context(self, rows: int, length: int, generator: torch.Generator) -> Tensor | None:
-        """First visible context row [B] of each row; 0 where nothing is dropped."""
-        if not self.options.context_dropout:
-            return None
-        drawn = torch.rand(2, rows, generator=generator)
-        first = (drawn[1] * 0.9 * length).long()
-        first = torch.where(drawn[0] < self.options.context_dropout, first, 0)
-        return first.to(self.teacher.device)
-
-    def _head(self, generator: torch.Generator) -> Tensor:
-        """Rows of the target's head that this step's softmax runs over [v, d]."""
+    def _head_ids(self, generator: torch.Generator) -> Tensor | None:
+        """Rows of the target's head that this step's softmax runs over [v]; None: all."""
         total, rare = self.options.head_rows, self.options.head_random
-        head = self.teacher.head
-        if not total or total >= len(head):
-            return head
+        size = self.teacher.vocab_size
+        if not total or total >= size:
+            return None
         common = total - rare
-        drawn = torch.randperm(len(head) - common, generator=generator)[:rare]
-        picked = torch.cat([torch.arange(common), common + drawn]).to(head.device)
-        return head[self.ranking[picked]]
+        drawn = torch.randperm(size - common, generator=generator)[:rare]
+        picked = torch.cat([torch.arange(common), common + drawn])
+        return self.ranking[picked.to(self.ranking.device)]
 
     def save(self, path: Path) -> None:
         """Write the checkpoint, atomically."""
@@ -263,17 +245,29 @@ def schedule(share: float, warmup: float, final: float) -> float:
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, along)))
 
 
-def _optimizers(trainee: Eagle3Trainee, options: TrainOptions) -> Sequence[torch.optim.Optimizer]:
-    """AdamW for all, or Muon for the matrices and AdamW for the norms."""
-    matrices = [p for p in trainee.parameters() if p.dim() == 2 and min(p.shape) > 8]
-    fused = matrices[0].is_cuda
-    if options.optimizer == "adamw":
-        return [_adamw(list(trainee.parameters()), options.lr, fused)]
-    others = [p for p in trainee.parameters() if all(p is not m for m in matrices)]
-    muon = torch.optim.Muon(
-        matrices, lr=options.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
-    )
-    return [muon, _adamw(others, options.lr, fused)]
+def _optimizers(trainee: Any, options: TrainOptions) -> list[tuple[float, torch.optim.Optimizer]]:
+    """Each with its peak rate: AdamW for all, or Muon for the matrices and AdamW for the rest;
+    lookup tables, which are no matrices, by an AdamW of their own."""
+    tables = trainee.tables()
+    rest = _without(list(trainee.parameters()), tables)
+    fused = rest[0].is_cuda
+    found: list[tuple[float, torch.optim.Optimizer]] = []
+    if options.optimizer == "muon":
+        matrices = [p for p in rest if p.dim() == 2 and min(p.shape) > 8]
+        rest = _without(rest, matrices)
+        muon = torch.optim.Muon(
+            matrices, lr=options.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+        )
+        found.append((options.lr, muon))
+    found.append((options.lr, _adamw(rest, options.lr, fused)))
+    if tables:
+        rate = float(getattr(options, "table_lr", options.lr))
+        found.append((rate, _adamw(tables, rate, fused)))
+    return found
+
+
+def _without(parameters: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    return [p for p in parameters if all(p is not other for other in others)]
 
 
 def _adamw(parameters: list[Any], lr: float, fused: bool) -> torch.optim.Optimizer:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandemkv.model import eagle3_checkpoint
+from tandemkv.model import dflash_checkpoint, eagle3_checkpoint
+from tandemkv.model.dflash_config import DFlashConfig
 from tandemkv.model.eagle3_config import Eagle3Config
+from tandemkv.train.dflash import BlockShape, BlockTrainee
 from tandemkv.train.eagle3 import Eagle3Trainee, Shape
 from tandemkv.train.teacher import Teacher
 
@@ -66,7 +68,79 @@ def load_trainee(directory: Path, teacher: Teacher) -> tuple[Eagle3Trainee, Tens
     tensors["fc_norm.weight"] = stacked
     trainee = Eagle3Trainee(Shape.of(teacher), teacher.embedding)
     trainee.load_state_dict({name: value.float() for name, value in tensors.items()})
-    rest = torch.ones(teacher.vocab_size, dtype=torch.bool)
+    return trainee.to(teacher.device), _whole(ranked, teacher.vocab_size)
+
+
+def block_config(shape: BlockShape, teacher: Teacher) -> DFlashConfig:
+    """The checkpoint's config: one normalised capture per tap, a mask vector, own plain RoPE."""
+    return DFlashConfig(
+        method="dspark" if shape.anchor_drafts else "dflash",
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        num_draft_tokens=shape.num_drafts,
+        taps=shape.taps,
+        windows=(shape.window,) * shape.num_layers,
+        rms_norm_eps=shape.eps,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        max_position_embeddings=teacher.max_length,
+        fc_norm=True,
+        markov_rank=shape.markov_rank,
+        confidence=shape.confidence,
+    )
+
+
+def block_shape(config: DFlashConfig) -> BlockShape:
+    """The shape that `block_config` was made of."""
+    return BlockShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        taps=config.taps,
+        rope_theta=float(config.rope_parameters["rope_theta"]),
+        eps=config.rms_norm_eps,
+        num_layers=config.num_layers,
+        num_drafts=config.num_draft_tokens,
+        window=config.windows[0],
+        anchor_drafts=config.method == "dspark",
+        markov_rank=config.markov_rank,
+        confidence=config.confidence,
+    )
+
+
+def export_blocks(
+    directory: Path,
+    trainee: BlockTrainee,
+    teacher: Teacher,
+    ranking: Tensor,
+    num_ranked: int,
+    record: dict[str, Any] | None = None,
+) -> None:
+    """Write a block drafter, matrices in 8 bits with one scale per row, with its first ids."""
+    tensors = {name: value.detach() for name, value in trainee.state_dict().items()}
+    tensors[dflash_checkpoint.RANKING] = ranking[:num_ranked].int()
+    config, extra = block_config(trainee.shape, teacher), {"head": HEAD, **(record or {})}
+    dflash_checkpoint.save(directory, tensors, config, quantise=True, extra=extra)
+
+
+def load_blocks(directory: Path, teacher: Teacher) -> tuple[BlockTrainee, Tensor]:
+    """The block drafter of an exported directory and its ranked ids, as `load_trainee`."""
+    config, tensors = dflash_checkpoint.read(directory)
+    ranked = tensors.pop(dflash_checkpoint.RANKING).long()
+    trainee = BlockTrainee(block_shape(config), teacher.embedding)
+    trainee.load_state_dict({name: value.float() for name, value in tensors.items()})
+    return trainee.to(teacher.device), _whole(ranked, teacher.vocab_size)
+
+
+def _whole(ranked: Tensor, vocab_size: int) -> Tensor:
+    """A ranking of all ids: the ranked ones, then the others by id."""
+    rest = torch.ones(vocab_size, dtype=torch.bool)
     rest[ranked] = False
-    ranking = torch.cat([ranked, torch.nonzero(rest).flatten()])
-    return trainee.to(teacher.device), ranking
+    return torch.cat([ranked, torch.nonzero(rest).flatten()])
