@@ -90,11 +90,13 @@ def one_step(
     odds_of: Callable[[Odds], Odds] = lambda odds: odds,
     residual_of: Residual = residual,
     target: dict[History, Tensor] | None = None,
+    kept: Callable[[History], int] | None = None,
 ) -> tuple[dict[History, float], float]:
     """Mass of every emitted run after one step with k drafts, and the mean acceptance length.
 
     Drafts are sampled from tables.q (or are its argmax, declared one-hot, when one_hot).
-    declared: the q that verification is told; target: the p that it is told.
+    declared: the q that verification is told; target: the p that it is told. kept: of these
+    drafts, how many are sent to verification (None: all).
     """
     p_of, q_of = target or tables.p, declared or tables.q
     mass: dict[History, float] = {}
@@ -107,8 +109,10 @@ def one_step(
             weight = math.prod(float(q[token]) for q, token in steps)
         if weight == 0.0:
             continue
-        p = torch.stack([p_of[drafts[:i]] for i in range(k + 1)])
-        q = torch.stack([q_of[drafts[:i]] for i in range(k)]) if k else p[:0]
+        drafts = drafts[: len(drafts) if kept is None else kept(drafts)]
+        num = len(drafts)
+        p = torch.stack([p_of[drafts[:i]] for i in range(num + 1)])
+        q = torch.stack([q_of[drafts[:i]] for i in range(num)]) if num else p[:0]
         told = None if one_hot and declared is None else q
         odds = odds_of(METHODS[method](p, told, drafts))
         for accepted, chance in enumerate(stop_law(odds)):
@@ -139,6 +143,31 @@ def test_the_output_has_exactly_the_targets_law(method, vocab, depth):
         mass, _ = one_step(tables, method, k)
         assert error(tables, mass, depth + 1) <= EXACT
         assert k == 0 or max(len(run) for run in mass) == k + 1
+
+
+def survival(drafts: History) -> int:
+    """A confidence rule: whether draft j is kept depends on the drafts before it alone."""
+    kept = 0
+    while kept < len(drafts) and sum(drafts[:kept]) < 2:
+        kept += 1
+    return kept
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("vocab", "depth"), [(2, 3), (3, 3), (4, 2)])
+def test_a_block_cut_by_what_came_before_the_cut_has_the_targets_law(method, vocab, depth):
+    tables = Tables.random(vocab, depth, seed=vocab)
+    mass, al = one_step(tables, method, depth, kept=survival)
+    assert error(tables, mass, depth + 1) <= EXACT
+    whole = one_step(tables, method, depth)[1]
+    assert 1.0 < al < whole
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cut_that_looks_at_the_draft_it_drops_is_biased(method):
+    tables = Tables.random(3, 2, seed=3)
+    mass, _ = one_step(tables, method, 2, kept=lambda drafts: 1 if drafts[1] == 0 else 2)
+    assert error(tables, mass, 3) > 1e-3
 
 
 @pytest.mark.parametrize("method", METHODS)
