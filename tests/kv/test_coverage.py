@@ -10,7 +10,7 @@ from oracle import group
 
 from tandemkv.base.errors import RequestError
 from tandemkv.base.spans import SpanSet
-from tandemkv.kv.coverage import ClaimCost, plan_claim
+from tandemkv.kv.coverage import ClaimCost, GroupCost, plan_claim
 from tandemkv.kv.layout import Layout
 
 
@@ -141,7 +141,18 @@ def test_the_price_of_a_gap_grows_with_the_gap_and_the_output():
     assert not price.pays(drafter, 100, 100, 10_000, 10)
     assert price.pays(drafter, 100, 100, 100, 1000)
     windowed = group("d", D, 1, 8, pointwise=True)
-    assert not price.pays(windowed, 8, 8, 600, 100_000)  # felt for eight tokens only
+    assert not price.pays(windowed, 8, 8, 900, 100_000)  # felt for eight tokens only
+
+
+def test_a_gap_costs_a_block_drafter_more_and_measured_numbers_win():
+    """Half of 1000 slots are gone and 500 tokens are to come: is a recompute of 10,000 worth it?"""
+    eagle, block = EAGLE.groups[1], group("b", D, 4, 1000, pointwise=True)
+    assert ClaimCost().pays(block, 1000, 500, 10_000, 500)
+    assert not ClaimCost().pays(eagle, 1000, 500, 10_000, 500)
+    assert ClaimCost().pays(eagle, 1000, 500, 5000, 500)
+    measured = ClaimCost(groups={"b": GroupCost(acceptance_length=3.0, loss=0.0)})
+    assert not measured.pays(block, 1000, 1000, 1, 10_000)
+    assert measured.of(eagle) == GroupCost()
 
 
 def test_an_unknown_policy_is_refused_by_name():

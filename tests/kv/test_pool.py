@@ -16,6 +16,14 @@ def published(pool: PagePool, count: int = 2) -> Run:
     return run
 
 
+def evicted_in_turn(pool: PagePool) -> list[Run]:
+    out = []
+    while (run := pool.oldest) is not None:
+        out.append(run)
+        pool.detach(run)
+    return out
+
+
 def test_pages_are_free_held_or_cached_and_add_up():
     pool = PagePool("t", 8)
     run = published(pool)
@@ -41,15 +49,16 @@ def test_a_page_is_handed_out_once():
 
 def test_the_run_dropped_last_is_evicted_last_unless_it_left_every_window():
     pool = PagePool("t", 8)
-    first, second, third = (published(pool) for _ in range(3))
+    first, second, third, fourth = (published(pool) for _ in range(4))
     pool.drop(first)
     pool.drop(second)
     pool.drop(third, first=True)
-    assert list(pool.lru) == [third, first, second]
-    pool.hold_all([first, None])
+    pool.drop(fourth, first=True)
+    pool.hold_all([first, None, fourth])
     pool.drop(first)
-    assert list(pool.lru) == [third, second, first]
+    pool.drop(fourth, first=True)
     pool.check()
+    assert evicted_in_turn(pool) == [third, fourth, second, first]
 
 
 def test_a_run_is_not_dropped_below_zero_nor_taken_from_the_tree_twice():

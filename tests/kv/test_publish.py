@@ -131,7 +131,7 @@ def test_rows_that_left_every_window_are_the_first_to_be_evicted():
     driver = Driver(LAYOUTS["block_drafter"], [40, 80])
     driver.pass_through([0, 1, 1])
     live = driver.serve([1, 0] * 8)
-    left = next(iter(driver.manager.pools[1].lru))
+    left = driver.manager.pools[1].oldest
     assert left.node.tokens == packed([1, 0, 1, 0])
     driver.abort(live)
 

@@ -173,7 +173,9 @@ def draft_pages_are_not_reserved_ahead(patch: Patch) -> None:
 @fault
 def parents_are_evicted_before_leaves(patch: Patch) -> None:
     def drop(original, self, run, **kwargs):
-        original(self, run, first=True)
+        original(self, run, **kwargs)
+        if run in self.lru:
+            self.lru.move_to_end(run, last=False)
 
     around(patch, PagePool, "drop", drop)
 

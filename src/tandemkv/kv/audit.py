@@ -80,7 +80,7 @@ def _check_group(manager: KVManager, g: int, nodes: list[Node]) -> None:
         if run.refs != holders[run]:
             raise InvariantError(f"{pool.name}: {run.refs} holders counted, {holders[run]} found")
     cached = {run for run in in_tree if not run.refs}
-    if cached != set(pool.lru):
+    if cached != {*pool.left, *pool.lru}:
         raise InvariantError(f"{pool.name}: the eviction order is not the cached runs")
     _check_order(manager, g)
     pages = list(pool.free) + [p for p in owned if p != NO_PAGE]
@@ -98,7 +98,7 @@ def _check_order(manager: KVManager, g: int) -> None:
     if not group.required or group.window is not None:
         return
     gone: set[Node] = set()
-    for run in manager.pools[g].lru:
+    for run in (*manager.pools[g].left, *manager.pools[g].lru):
         left = [c for c in run.node.children() if c not in gone]
         if left:
             raise InvariantError(f"{group.name}: a block would be evicted before its children")

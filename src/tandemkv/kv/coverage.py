@@ -26,6 +26,11 @@ GONE_WINDOW = "target_window"
 GONE_CONTEXT = "draft_context"
 BY_POLICY = "policy"
 
+LOOKAHEAD = "lookahead"
+"""Why the target recomputes: the last D positions of every hit."""
+HOLES = "holes"
+"""Why the target recomputes: draft rows that are gone, at a branch point for instance."""
+
 
 class Masked(msgspec.Struct, frozen=True):
     """Draft slots [start, stop) that stay a gap, and why."""
@@ -58,18 +63,42 @@ class ClaimPlan(msgspec.Struct, frozen=True):
         """The spans of `compute` that only fill holes."""
         return self.compute[:-1] if self.compute and self.compute[-1] == self.tail else self.compute
 
+    @property
+    def recomputed(self) -> dict[str, int]:
+        """Positions below `end` that the target's pass runs for the drafter alone, and why."""
+        ahead = self.end - self.tail[0] if self.tail[0] < self.tail[1] else 0
+        return {LOOKAHEAD: ahead, HOLES: sum(stop - start for start, stop in self.holes)}
+
+
+LOSS_WITH_LOOKAHEAD = 0.25
+LOSS_WITHOUT_LOOKAHEAD = 0.55
+
+
+class GroupCost(msgspec.Struct, frozen=True):
+    """What a gap costs a drafter. acceptance_length: AL with a full context; loss: share of AL
+    that is lost with none of it."""
+
+    acceptance_length: float = 3.0
+    loss: float = LOSS_WITH_LOOKAHEAD
+
 
 class ClaimCost(msgspec.Struct, frozen=True):
     """The model behind `auto`, in units of one decode step.
 
-    acceptance_length: AL with a full context. loss: share of AL that is lost when the drafter has
-    none of its context (measured elsewhere: 0.05 to 0.25 for EAGLE-3, above 0.5 for block
-    drafters). position_cost: one position of a prefill pass relative to a decode step.
+    groups: measured numbers, by the name of the layer group. Without them a drafter that looks
+    ahead is taken to lose 0.25 of its AL with its context (0.05 to 0.25 is reported for EAGLE-3:
+    it still sees the target's newest state), one that does not 0.55 (above 0.5 is reported for
+    block drafters: the context is all they see of the target). position_cost: one position of a
+    prefill pass relative to a decode step.
     """
 
-    acceptance_length: float = 3.0
-    loss: float = 0.25
+    groups: dict[str, GroupCost] = {}
     position_cost: float = 1 / 256
+
+    def of(self, group: LayerGroup) -> GroupCost:
+        """What is measured of the group, or the default for its kind."""
+        loss = LOSS_WITH_LOOKAHEAD if group.lookahead else LOSS_WITHOUT_LOOKAHEAD
+        return self.groups.get(group.name) or GroupCost(loss=loss)
 
     def pays(self, group: LayerGroup, needed: int, missing: int, span: int, tokens: int) -> bool:
         """Whether running `span` positions costs less than drafting with the gap.
@@ -81,8 +110,9 @@ class ClaimCost(msgspec.Struct, frozen=True):
             return False
         if group.window is not None:
             tokens = min(tokens, group.window)
-        al = self.acceptance_length
-        al_gap = max(1.0, al * (1.0 - self.loss * missing / needed))
+        gap = self.of(group)
+        al = gap.acceptance_length
+        al_gap = max(1.0, al * (1.0 - gap.loss * missing / needed))
         return tokens / al_gap - tokens / al > span * self.position_cost
 
 

@@ -28,7 +28,16 @@ from tandemkv.kv.keys import TOKEN_BYTES, Namespace, pack_tokens, token_bytes
 from tandemkv.kv.layout import LayerGroup, Layout
 from tandemkv.kv.pool import PagePool, Usage
 from tandemkv.kv.publish import Publisher
-from tandemkv.kv.records import FAULTS, NOT_WRITTEN, WITHHOLD_DRAFT_ROWS, Claim, Match, Stats, tally
+from tandemkv.kv.records import (
+    FAULTS,
+    NOT_WRITTEN,
+    WITHHOLD_DRAFT_ROWS,
+    Claim,
+    DraftUse,
+    Match,
+    Stats,
+    tally,
+)
 from tandemkv.kv.sequence import Sequence
 from tandemkv.kv.tree import Found, Tree
 
@@ -44,6 +53,7 @@ class _Ask(msgspec.Struct, frozen=True):
     policy: str
     expected_tokens: int
     dummy: bool
+    use: DraftUse
 
 
 class KVManager:
@@ -101,6 +111,7 @@ class KVManager:
         reserve: int | None = None,
         dummy: bool = False,
         headroom: Seq[int] | None = None,
+        use: DraftUse | None = None,
     ) -> Claim | None:
         """Turn the longest match of `tokens` into a sequence with held pages, or return None.
 
@@ -109,6 +120,7 @@ class KVManager:
         (default n + 1); a windowed group gets room for its window only and grows by reserve().
         dummy: an ordinary reservation, outside publishing and statistics. headroom: pages of each
         group that must still be available afterwards, or the claim is refused and not counted.
+        use: counters of the request, which outlive the sequence.
         Copy sources stay held until copied(seq). RequestError if the claim can never fit.
         """
         num_rows = len(tokens) - 1 if resume else len(tokens)
@@ -119,7 +131,8 @@ class KVManager:
         if why:
             raise RequestError(why, param="prompt")
         packed = pack_tokens(tokens)
-        ask = _Ask(packed, namespace, num_rows, rows, resume, policy, expected_tokens, dummy)
+        use = DraftUse() if use is None else use
+        ask = _Ask(packed, namespace, num_rows, rows, resume, policy, expected_tokens, dummy, use)
         for intent in self._intents(ask):
             needs = [group.need() for group in intent.groups]
             if headroom is not None:
@@ -170,7 +183,9 @@ class KVManager:
         root = self.tree.root(ask.namespace)
         tip = intent.tip(root, self.layout.block_size)
         tip.pins += 1
-        seq = Sequence(SeqId(self._next_id), self.layout, ask.namespace, tokens, ask.packed, tip)
+        seq = Sequence(
+            SeqId(self._next_id), self.layout, ask.namespace, tokens, ask.packed, tip, ask.use
+        )
         self._next_id += 1
         for group, pool in zip(intent.groups, self.pools, strict=True):
             pool.hold_all(group.shares)
@@ -248,12 +263,21 @@ class KVManager:
         stats.prefix_hit_tokens += plan.end
         stats.draft_recomputed_tokens += plan.filled
         stats.copied_pages += copied
+        for why, count in plan.recomputed.items() if self.layout.draft_groups else ():
+            tally(stats.target_recomputed_tokens, why, count)
+            tally(seq.use.recomputed, why, count)
         for g in self.layout.draft_groups:
             group = self.layout.groups[g]
             needed = seq.coverage[g].within(group.first_needed(plan.end), plan.end)
-            tally(stats.draft_hit_tokens, group.name, sum(b - a for a, b in needed))
+            hits = sum(b - a for a, b in needed)
+            tally(stats.draft_hit_tokens, group.name, hits)
+            seq.use.hits += hits
         for gap in plan.masked:
-            tally(stats.draft_gap_tokens, gap.reason, gap.stop - gap.start)
+            self._count_gap(seq, gap.reason, gap.stop - gap.start)
+
+    def _count_gap(self, seq: Sequence, reason: str, count: int) -> None:
+        tally(self.stats.draft_gap_tokens, reason, count)
+        tally(seq.use.gaps, reason, count)
 
     def copied(self, seq: Sequence) -> None:
         """The claim's copies have been made: their sources are no longer held for it."""
@@ -372,7 +396,7 @@ class KVManager:
         gaps = seq.coverage[group].missing(start, stop)
         seq.masks[group].extend((a, b, reason) for a, b in gaps)
         if not seq.dummy:
-            tally(self.stats.draft_gap_tokens, reason, sum(b - a for a, b in gaps))
+            self._count_gap(seq, reason, sum(b - a for a, b in gaps))
 
     def publish(self, seq: Sequence) -> int:
         """Whole blocks of committed rows enter the tree; windows slide. Returns blocks published.
@@ -416,8 +440,8 @@ class KVManager:
         """Drop every cached page; returns how many. Held pages stay."""
         before = sum(pool.cached for pool in self.pools)
         for pool in self.pools:
-            while pool.lru:
-                self._publisher.evict(next(iter(pool.lru)))
+            while (run := pool.oldest) is not None:
+                self._publisher.evict(run)
         return before - sum(pool.cached for pool in self.pools)
 
     # -- room -----------------------------------------------------------------------------

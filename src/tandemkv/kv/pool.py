@@ -2,7 +2,8 @@
 
 Law: every page is free, held or cached, and free + held + cached = total. A page handed out is
 handed out once until it is given back. The order of eviction is that of the last drop, except for
-runs that left every window: those go first. This module knows no tokens and touches no bytes.
+runs that left every window: those go first, also in that order. This module knows no tokens and
+touches no bytes.
 
     free  --take-->  held (a sequence's own)  --publish-->  held (in the tree, shared)
       ^                 | release                              | last holder drops
@@ -35,15 +36,19 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class PagePool:
-    """Free pages and cached runs of one layer group."""
+    """Free pages and cached runs of one layer group.
 
-    __slots__ = ("cached", "free", "freed", "lru", "name", "peak_held", "total")
+    lru: cached runs by their last drop; left: those that left every window.
+    """
+
+    __slots__ = ("cached", "free", "freed", "left", "lru", "name", "peak_held", "total")
 
     def __init__(self, name: str, total: int, *, debug: bool = False) -> None:
         self.name = name
         self.total = total
         self.free: list[PageId] = [PageId(i) for i in range(total - 1, -1, -1)]
         self.lru: OrderedDict[Run, None] = OrderedDict()
+        self.left: OrderedDict[Run, None] = OrderedDict()
         self.cached = 0
         self.peak_held = 0
         self.freed: list[PageId] | None = [] if debug else None
@@ -91,29 +96,37 @@ class PagePool:
 
     # -- runs ------------------------------------------------------------------------------
 
+    @property
+    def oldest(self) -> Run | None:
+        """The cached run that is evicted next."""
+        return next(iter(self.left or self.lru), None)
+
+    def _uncache(self, run: Run) -> None:
+        del (self.left if run in self.left else self.lru)[run]
+        self.cached -= run.size
+
     def hold(self, run: Run) -> None:
         """+1 holder; a cached run becomes held and leaves the eviction order."""
         if run.refs == 0:
             if not run.attached:
                 raise InvariantError(f"{self.name}: a run outside the tree has no holder")
-            del self.lru[run]
-            self.cached -= run.size
+            self._uncache(run)
         run.refs += 1
 
     def hold_all(self, runs: Iterable[Run | None]) -> None:
         """hold() for each run of a long path."""
-        lru, cached = self.lru, 0
+        lru, left, cached = self.lru, self.left, 0
         for run in runs:
             if run is None:
                 continue
             if not run.refs:
-                del lru[run]
+                del (left if left and run in left else lru)[run]
                 cached += run.size
             run.refs += 1
         self.cached -= cached
 
     def drop(self, run: Run, *, first: bool = False) -> None:
-        """-1 holder; the last one makes the run cached (`first`: next to be evicted) or free."""
+        """-1 holder; the last one makes the run cached (`first`: it goes before others) or free."""
         if run.refs < 1:
             raise InvariantError(f"{self.name}: a run without holders is dropped")
         run.refs -= 1
@@ -122,10 +135,8 @@ class PagePool:
         if not run.attached:
             self.give(run.pages)
             return
-        self.lru[run] = None
+        (self.left if first else self.lru)[run] = None
         self.cached += run.size
-        if first:
-            self.lru.move_to_end(run, last=False)
 
     def detach(self, run: Run) -> None:
         """The run leaves the tree; its pages are free at once, or when the last holder drops."""
@@ -134,8 +145,7 @@ class PagePool:
         run.attached = False
         run.node.runs[run.group] = None
         if run.refs == 0:
-            del self.lru[run]
-            self.cached -= run.size
+            self._uncache(run)
             self.give(run.pages)
 
     def usage(self) -> Usage:
@@ -144,7 +154,7 @@ class PagePool:
     def check(self) -> None:
         """Raise InvariantError unless free and cached pages are distinct and rightly counted."""
         pages = list(self.free)
-        for run in self.lru:
+        for run in (*self.left, *self.lru):
             if run.refs or not run.attached:
                 raise InvariantError(f"{self.name}: the eviction order names a held or gone run")
             pages.extend(page for page in run.pages if page != NO_PAGE)

@@ -242,29 +242,38 @@ class Publisher:
     # -- give up --------------------------------------------------------------------------
 
     def slide(self, seq: Sequence, caching: bool) -> None:
-        """Give back windowed groups' blocks that no later pass of the sequence reads."""
+        """Give back windowed groups' blocks that no later pass of the sequence reads.
+
+        They go first when room is wanted, except where its claim ended: what is read there has
+        been shared once, and the next request that branches off reads it again.
+        """
         if seq.pending_any or seq.dirty:
             return
         settled = (seq.published if caching else seq.committed) // self.block
         for g, group in enumerate(self.layout.groups):
             if group.window is None:
                 continue
-            ahead = self.layout.lookahead if group.domain is Domain.TARGET else 0
-            low = max(0, group.first_needed(max(0, seq.committed - ahead)))
-            keep = min(low // self.block, settled)
+            keep = min(self._lowest_block(g, seq.committed), settled)
             if keep > seq.first_block[g]:
                 self._give_blocks(seq, g, seq.first_block[g], keep)
                 seq.first_block[g] = keep
 
+    def _lowest_block(self, g: int, rows: int) -> int:
+        """First block of windowed group g that a pass after `rows` rows reads."""
+        group = self.layout.groups[g]
+        ahead = self.layout.lookahead if group.domain is Domain.TARGET else 0
+        return max(0, group.first_needed(max(0, rows - ahead))) // self.block
+
     def _give_blocks(self, seq: Sequence, g: int, first: int, stop: int) -> None:
         per, table, pool = self.per_block[g], seq.pages[g], self.pools[g]
+        branch = range(self._lowest_block(g, seq.reused), -(-seq.reused // self.block))
         for b in range(first, stop):
             run = seq.run_at(g, b)
             if run is None:
                 pool.give(table[b * per : (b + 1) * per])
             else:
                 seq.runs[g][b] = None
-                pool.drop(run, first=True)
+                pool.drop(run, first=b not in branch)
         table[first * per : stop * per] = [NO_PAGE] * ((stop - first) * per)
         seq.coverage[g].remove(0, stop * self.block)
         seq.tainted[g].remove(0, stop * self.block)
@@ -298,9 +307,9 @@ class Publisher:
         """Evict cached runs of group g until `count` pages are free. Returns pages evicted."""
         pool, evicted = self.pools[g], 0
         while len(pool.free) < count:
-            if not pool.lru:
+            run = pool.oldest
+            if run is None:
                 raise InvariantError(f"{pool.name}: {count} pages promised, nothing to evict")
-            run = next(iter(pool.lru))
             evicted += run.size
             self.evict(run)
         return evicted

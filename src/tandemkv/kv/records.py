@@ -37,8 +37,24 @@ class Claim(msgspec.Struct):
     copies: tuple[PageCopy, ...]
 
 
+class DraftUse(msgspec.Struct):
+    """What one request's claims found, missed and recomputed for its drafter, in tokens.
+
+    hits: draft rows taken from the tree. gaps: draft slots masked, by reason. recomputed:
+    positions that the target ran for the drafter alone, by reason (see ClaimPlan.recomputed).
+    """
+
+    hits: int = 0
+    gaps: dict[str, int] = {}
+    recomputed: dict[str, int] = {}
+
+
 class Stats(msgspec.Struct):
-    """Counters since the start; dictionaries are keyed by group name or by reason."""
+    """Counters since the start; dictionaries are keyed by group name or by reason.
+
+    draft_recomputed_tokens: draft rows filled again. target_recomputed_tokens: positions that the
+    target ran for the drafter alone, by reason.
+    """
 
     claims: int = 0
     resumptions: int = 0
@@ -48,6 +64,7 @@ class Stats(msgspec.Struct):
     draft_hit_tokens: dict[str, int] = {}
     draft_gap_tokens: dict[str, int] = {}
     draft_recomputed_tokens: int = 0
+    target_recomputed_tokens: dict[str, int] = {}
     evicted_pages: dict[str, int] = {}
     copied_pages: int = 0
     published_blocks: int = 0

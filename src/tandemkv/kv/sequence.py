@@ -21,6 +21,7 @@ from tandemkv.kv.keys import TOKEN_BYTES, Namespace, pack_tokens, token_bytes
 from tandemkv.kv.layout import Layout
 
 if TYPE_CHECKING:
+    from tandemkv.kv.records import DraftUse
     from tandemkv.kv.tree import Node, Run
 
 
@@ -33,7 +34,7 @@ class Sequence:
     holes. dirty: matched blocks with pages of its own; held_back: blocks that wait for the end,
     for their tainted rows are still read. runs: per group and block, the tree's run whose pages
     the table shares. first_block: per group, the first block it still keeps. sources: runs being
-    copied from. taken, copied, written, masks: for explain.
+    copied from. taken, copied, written, masks: for explain. use: its request's draft counters.
     """
 
     __slots__ = (
@@ -61,6 +62,7 @@ class Sequence:
         "taken",
         "tip",
         "tokens",
+        "use",
         "written",
     )
 
@@ -72,6 +74,7 @@ class Sequence:
         tokens: list[int],
         packed: array[int],
         tip: Node,
+        use: DraftUse,
     ) -> None:
         groups = layout.groups
         self.id = seq_id
@@ -95,6 +98,7 @@ class Sequence:
         self.written: list[SpanSet] = [SpanSet() for _ in groups]
         self.masks: list[list[tuple[int, int, str]]] = [[] for _ in groups]
         self.dummy = False
+        self.use = use
 
     def writes(self, start: int, stop: int) -> tuple[tuple[Span, ...], ...]:
         """Per group, the slots that a pass over positions [start, stop) must write.

@@ -96,6 +96,7 @@ class Admission:
             resume=resume,
             expected_tokens=limits.left(request),
             headroom=self._headroom(request),
+            use=request.draft_use,
             reserve=min(
                 request.num_tokens - resume + 1 + reach,
                 len(request.prompt) + request.max_output - 1 + reach,

@@ -19,6 +19,7 @@ import msgspec
 from tandemkv.base.ids import SeqId
 from tandemkv.base.logprobs import TokenLogprobs
 from tandemkv.base.spans import Span
+from tandemkv.kv.records import DraftUse
 from tandemkv.sched.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class Output(msgspec.Struct, kw_only=True):
 
     num_output_tokens counts emitted tokens only; num_accepted (of num_drafts, over num_draft_steps
     steps) may exceed it when a stop fell inside an accepted run. accepted_at: by draft position.
+    draft_use: what its claims have found, missed and recomputed so far; not a copy.
     """
 
     request_id: str
@@ -136,6 +138,7 @@ class Output(msgspec.Struct, kw_only=True):
     num_drafts: int = 0
     num_accepted: int = 0
     accepted_at: tuple[int, ...] = ()
+    draft_use: DraftUse = msgspec.field(default_factory=DraftUse)
 
     @staticmethod
     def failed(request_id: str, error: str) -> Output:

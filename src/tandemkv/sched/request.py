@@ -26,6 +26,7 @@ from tandemkv.base.errors import InvariantError
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.base.spans import Span, SpanSet
 from tandemkv.kv.keys import Namespace
+from tandemkv.kv.records import DraftUse
 
 if TYPE_CHECKING:
     from tandemkv.kv.sequence import Sequence
@@ -118,7 +119,7 @@ class Request:
     while it runs. todo: positions still to run before it decodes; draft_todo: positions that a
     drafter rebuilt from tokens runs alone before those, rebuild: the same by group. must_propose:
     it lacks nothing but drafts. max_output: output tokens at most, by max_tokens and the model's
-    length. cached_tokens: the hit of the first admission.
+    length. cached_tokens: the hit of the first admission. draft_use: of all its claims.
     """
 
     id: str
@@ -149,6 +150,7 @@ class Request:
     urgent: bool = False
     num_preemptions: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
+    draft_use: DraftUse = field(default_factory=DraftUse)
     steps: list[StepRecord] = field(default_factory=list["StepRecord"])
     story: deque[str] = field(default_factory=lambda: deque[str](maxlen=STORY_LENGTH))
 

@@ -341,6 +341,7 @@ class Scheduler:
             num_drafts=acceptance.num_drafts,
             num_accepted=acceptance.num_accepted,
             accepted_at=tuple(acceptance.accepted_at),
+            draft_use=request.draft_use,
         )
 
     def _take_outputs(self) -> list[Output]:
