@@ -69,3 +69,65 @@ def test_chain_attention_on_the_gpu_is_that_of_the_cpu(dropped: bool) -> None:
 
     pairs = zip(results("cuda", torch.bfloat16), results("cpu", torch.float32), strict=True)
     assert all(error(a, b) < 2e-2 for a, b in pairs)
+
+
+@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("size", [7, 8])
+def test_attention_of_draft_blocks_on_the_gpu_is_that_of_the_cpu(
+    size: int, dropped: bool, window: int | None
+) -> None:
+    """The sparse form, which a gradient pass runs here, against the masked form in float32."""
+    from tandemkv.train import block_attention
+
+    torch.manual_seed(0)
+    anchors = torch.stack([torch.randperm(192)[:16].sort().values for _ in range(2)])
+    first = (torch.rand(2, 16) * (anchors + 1)).long() if dropped else None
+    rows = 16 * size
+    tensors = [noise(2, 3, n, 64) for n in (rows, 192 + rows, 192 + rows)]
+
+    def results(device: str, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(device, dtype).requires_grad_() for t in tensors]
+        low = first.to(device) if first is not None else None
+        sight = block_attention.BlockSight(anchors.to(device), size, 192, window, low)
+        out = sight.attend(*leaves)
+        slope = torch.linspace(-1, 1, out.numel(), device=device).view(out.shape).to(dtype)
+        return [out.cpu(), *(g.cpu() for g in torch.autograd.grad((out * slope).sum(), leaves))]
+
+    pairs = zip(results("cuda", torch.bfloat16), results("cpu", torch.float32), strict=True)
+    assert all(error(a, b) < 2e-2 for a, b in pairs)
+    assert block_attention._trusted
+    assert all(block_attention._trusted.values())
+
+
+def test_new_blocks_of_a_shape_compile_nothing_anew() -> None:
+    from torch._dynamo.utils import counters
+
+    from tandemkv.train.block_attention import BlockSight
+
+    seen = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        anchors = torch.stack([torch.randperm(192)[:16].sort().values for _ in range(2)]).cuda()
+        sight = BlockSight(anchors, 7, 192, 60)
+        query, key, value = (noise(2, 3, n, 64).requires_grad_() for n in (112, 304, 304))
+        sight.attend(query, key, value).sum().backward()
+        seen.append(counters["stats"]["unique_graphs"])
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_the_loss_of_draft_blocks_on_the_gpu_is_that_of_the_cpu() -> None:
+    from tandemkv.train.loss import soft_loss
+
+    torch.manual_seed(0)
+    hidden, teacher, head = noise(1, 500, 80), noise(500, 64), noise(2000, 64, scale=0.3)
+    table, weight = noise(2000, 16, scale=0.3).float(), torch.rand(1, 500, device="cuda")
+
+    def results(device: str, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [hidden.to(device, dtype).requires_grad_(), table.to(device).requires_grad_()]
+        rest = [x.to(device, dtype) for x in (teacher, head)]
+        loss, ce, l1, _ = soft_loss(leaves[0], *rest, weight.to(device), (0.4, 0.6), leaves[1])
+        return [x.detach().cpu() for x in (loss, ce, l1, *torch.autograd.grad(loss, leaves))]
+
+    pairs = zip(results("cuda", torch.bfloat16), results("cpu", torch.float32), strict=True)
+    assert all(error(a, b) < 2e-2 for a, b in pairs)
