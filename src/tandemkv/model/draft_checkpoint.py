@@ -152,7 +152,15 @@ def dequantised(tensors: Mapping[str, Tensor], origin: str) -> dict[str, Tensor]
             continue
         if stem + SCALE not in tensors:
             raise ConfigError(f"{origin}: tensor {name!r} has no {stem + SCALE!r}")
-        out[stem] = tensor.float() * tensors[stem + SCALE].float()[:, None]
+        if stem in tensors:
+            raise ConfigError(f"{origin}: tensor {stem!r} is there twice, in 8 bits and plain")
+        scale = tensors[stem + SCALE].float()
+        if tensor.dim() != 2 or tuple(scale.shape) != tuple(tensor.shape[:1]):
+            raise ConfigError(
+                f"{origin}: tensor {name!r} {list(tensor.shape)} does not go with"
+                f" {stem + SCALE!r} {list(scale.shape)}"
+            )
+        out[stem] = tensor.float() * scale[:, None]
     return out
 
 
