@@ -7,7 +7,8 @@ not run the drafter and knows no target.
     fc, hidden_norm, norm, layers.I.*        the trunk (Qwen3 layers with q and k norms)
     mask_embedding                           the mask's vector, where no token stands for it
     fc_norm.J                                ours: one norm per capture before fc
-    markov_head.*, confidence_head.proj      DSpark's heads
+    markov_head.*, confidence_head.proj      DSpark's heads; DeepSpec and SpecForge
+    markov_w1, markov_w2, confidence_proj    the same, by ModelOpt's names
     draft_vocab                              ours: ranked target ids (see draft_checkpoint)
 """
 
@@ -18,11 +19,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from tandemkv.base.errors import ConfigError
-from tandemkv.model.dflash_config import DFlashConfig, parse_config, to_dict
+from tandemkv.model.dflash_config import DFlashConfig, parse_config, says, to_dict
 from tandemkv.model.draft_checkpoint import (
     RANKING as RANKING,
 )
@@ -35,8 +37,16 @@ from tandemkv.model.draft_checkpoint import (
     write,
 )
 
-_PREFIXES = ("model.", "draft_model.")
+_PREFIXES = ("model.", "draft_model.", "logit_head.")
 _DROPPED = ("rotary_emb.inv_freq",)
+_RENAMED = {
+    "mask_embedding": "mask_embedding.weight",
+    "markov_w1.weight": "markov_head.markov_w1.weight",
+    "markov_w2.weight": "markov_head.markov_w2.weight",
+    "confidence_proj.weight": "confidence_head.proj.weight",
+    "confidence_proj.bias": "confidence_head.proj.bias",
+}
+_SIDE_FILE = "mask_embedding.pt"
 
 
 def read(directory: str | os.PathLike[str]) -> tuple[DFlashConfig, dict[str, Tensor]]:
@@ -45,10 +55,25 @@ def read(directory: str | os.PathLike[str]) -> tuple[DFlashConfig, dict[str, Ten
     Raises ConfigError, naming the file, tensor or option at fault.
     """
     path = Path(directory)
-    config = parse_config(read_config(path), str(path))
+    record = read_config(path)
+    config = parse_config(record, str(path))
+    if (path / _SIDE_FILE).exists():
+        raise ConfigError(
+            f"{path / _SIDE_FILE}: a mask vector beside the weights is not supported; store it as"
+            " tensor 'mask_embedding.weight' and leave mask_token_id out of config.json"
+        )
     weights = normalise(read_tensors(path), str(path))
+    if config.confidence and not says(record, "confidence_head_with_markov"):
+        config = _as_wide_as(weights.get("confidence_head.proj.weight"), config)
     check_tensors(config, weights, str(path))
     return config, weights
+
+
+def _as_wide_as(head: Tensor | None, config: DFlashConfig) -> DFlashConfig:
+    """Whether the confidence head reads the Markov embedding; trainers' defaults differ."""
+    alone = head is not None and tuple(head.shape) == (1, config.hidden_size)
+    with_markov = config.markov_rank > 0 and not alone
+    return msgspec.structs.replace(config, confidence_with_markov=with_markov)
 
 
 def save(
@@ -150,7 +175,7 @@ def normalise(tensors: Mapping[str, Tensor], origin: str) -> dict[str, Tensor]:
         if name in ("fc_norm", "fc_norm.weight") and tensor.dim() == 2:
             out |= {f"fc_norm.{i}.weight": row for i, row in enumerate(tensor)}
             continue
-        name = {"mask_embedding": "mask_embedding.weight"}.get(name, name)
+        name = _RENAMED.get(name, name)
         if name in out:
             raise ConfigError(f"{origin}: tensor {name!r} appears twice")
         out[name] = tensor.reshape(-1) if name == "mask_embedding.weight" else tensor
