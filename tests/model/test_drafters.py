@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from drafting import VOCAB, eagle_config, eagle_weights, tiny_model, tiny_target
+from block_layouts import deepspec, dspark, old_dflash, specforge, write
+from block_layouts import dflash as published_dflash
+from drafting import (
+    VOCAB,
+    block_config,
+    block_weights,
+    eagle_config,
+    eagle_weights,
+    tiny_model,
+    tiny_target,
+)
 
 from tandemkv.base.errors import ConfigError
-from tandemkv.model import drafters, eagle3_checkpoint
+from tandemkv.model import dflash_checkpoint, drafters, eagle3_checkpoint
+from tandemkv.model.dflash import DFlash
 from tandemkv.model.draft_lm import DraftModel
-from tandemkv.model.drafters import load_drafter
+from tandemkv.model.drafters import find_drafter, load_drafter, method_of
 from tandemkv.model.eagle3 import Eagle3
 from tandemkv.model.ngram import Ngram
+
+BLOCKS = ("dflash", "dspark")
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +40,18 @@ def checkpoint(tmp_path_factory):
     weights = eagle_weights(config) | {"draft_vocab": torch.arange(VOCAB)}
     path = tmp_path_factory.mktemp("drafter") / "eagle3"
     return str(eagle3_checkpoint.save(path, weights, config))
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory):
+    """Checkpoints of DFlash, without a confidence head, and of DSpark, with one: by method."""
+    paths = {}
+    for method in BLOCKS:
+        config = block_config(method)
+        weights = block_weights(config) | {"draft_vocab": torch.arange(VOCAB - 1, -1, -1)}
+        path = tmp_path_factory.mktemp("drafter") / method
+        paths[method] = str(dflash_checkpoint.save(path, weights, config))
+    return paths
 
 
 def test_eagle3_loads_with_the_targets_dtype_and_device(target, checkpoint):
@@ -52,6 +79,71 @@ def test_vllms_speculative_config_means_the_same(target, checkpoint):
     assert (ngram.max_ngram, ngram.min_ngram, ngram.spec.num_draft_tokens) == (3, 1, 2)
 
 
+@pytest.mark.parametrize("method", BLOCKS)
+def test_block_drafters_load_with_the_targets_dtype_and_device(target, blocks, method):
+    drafter = load_drafter(method, blocks[method], target)
+    assert isinstance(drafter, DFlash)
+    assert (drafter.spec.method, drafter.spec.num_draft_tokens) == (method, 4)
+    assert drafter.dtype == torch.float32
+    assert drafter.head.ids is None
+    half = load_drafter(method, blocks[method], target, dtype="bfloat16")
+    assert half.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("method", BLOCKS)
+def test_block_drafters_draft_fewer_tokens_over_fewer_rows_if_asked(target, blocks, method):
+    options = {"method": method, "model": blocks[method], "num_speculative_tokens": 3}
+    drafter = load_drafter(method, None, target, options=options, draft_vocab=10)
+    assert drafter.spec.num_draft_tokens == 3
+    assert drafter.head.ids.tolist() == list(range(VOCAB - 10, VOCAB))
+
+
+@pytest.mark.parametrize("value", [0, 0.25, 1])
+def test_a_confidence_threshold_is_taken_by_a_drafter_with_the_head(target, blocks, value):
+    options = {"confidence_threshold": value}
+    assert load_drafter("dspark", blocks["dspark"], target, options=options)
+    with pytest.raises(ConfigError, match=r"dflash: confidence_threshold .* no confidence head"):
+        load_drafter("dflash", blocks["dflash"], target, options=options)
+
+
+@pytest.mark.parametrize("value", ["0.5", True, -0.1, 1.1, [0.5]])
+def test_a_confidence_threshold_is_a_number_from_0_to_1(blocks, value):
+    """Found wrong before the target is loaded."""
+    with pytest.raises(ConfigError, match="confidence_threshold must be a number from 0 to 1"):
+        find_drafter("dspark", blocks["dspark"], options={"confidence_threshold": value})
+
+
+@pytest.mark.parametrize("method", BLOCKS)
+def test_more_drafts_than_it_was_trained_for_are_refused(target, blocks, method):
+    with pytest.raises(ConfigError, match=rf"{method}: num_draft_tokens 5 .* trained to draft 4"):
+        load_drafter(method, blocks[method], target, num_draft_tokens=5)
+
+
+def test_a_checkpoint_of_another_method_is_refused_before_the_target_is_needed(blocks, checkpoint):
+    for method, other in (BLOCKS, BLOCKS[::-1]):
+        with pytest.raises(ConfigError, match=f"is a {other} checkpoint, not {method}"):
+            find_drafter(method, blocks[other])
+        with pytest.raises(ConfigError, match="LlamaForCausalLMEagle3"):
+            find_drafter(method, checkpoint)
+        with pytest.raises(ConfigError) as refusal:
+            find_drafter("eagle3", blocks[other])
+        assert "\n" not in str(refusal.value)
+
+
+def test_a_directory_says_which_method_it_is(tmp_path, blocks, checkpoint):
+    assert method_of(checkpoint) == "eagle3"
+    assert {name: method_of(path) for name, path in blocks.items()} == {m: m for m in BLOCKS}
+    files = {
+        "dflash": (old_dflash(), published_dflash()[1]),
+        "dspark": (specforge(), dspark()[1]),
+    }
+    for method, (record, weights) in files.items():
+        assert method_of(str(write(tmp_path / method, record, weights))) == method
+    assert method_of(str(write(tmp_path / "deepspec", deepspec(), dspark()[1]))) == "dspark"
+    with pytest.raises(ConfigError, match="no such directory"):
+        method_of(str(tmp_path / "none"))
+
+
 def test_a_draft_model_loads_from_a_model_directory(target, tmp_path):
     tiny_model(5, hidden=16, layers=2).save_pretrained(tmp_path / "small")
     drafter = load_drafter("draft_model", str(tmp_path / "small"), target, num_draft_tokens=2)
@@ -75,6 +167,16 @@ def test_a_draft_model_loads_from_a_model_directory(target, tmp_path):
         ("draft_model", None, {}, "needs a model"),
         ("draft_model", "/no/such/model", {}, "/no/such/model"),
         ("eagle3", "/no/such/drafter", {}, "/no/such/drafter: no such directory"),
+        ("dspark", "/no/such/drafter", {}, "/no/such/drafter: no such directory"),
+        ("dspark", None, {"options": {"prompt_lookup_max": 2}}, "'prompt_lookup_max'"),
+        (
+            "dspark",
+            None,
+            {"options": {"confidence_treshold": 0.5}},
+            "did you mean 'confidence_threshold'",
+        ),
+        ("eagle3", None, {"options": {"confidence_threshold": 0.5}}, "'confidence_threshold'"),
+        ("ngram", None, {"options": {"confidence_threshold": 0.5}}, "'confidence_threshold'"),
     ],
 )
 def test_what_no_drafter_honours_is_refused_by_name(target, method, path, kwargs, words):
@@ -90,15 +192,23 @@ def test_arguments_and_options_may_agree_but_not_differ(target, checkpoint):
         load_drafter("ngram", None, target, num_draft_tokens=2, options=options)
 
 
-def test_a_refusal_names_the_path_that_was_asked_for(checkpoint):
-    with pytest.raises(ConfigError, match=r"eagle3: made for a target of hidden size 32.* 16"):
-        load_drafter("eagle3", checkpoint, tiny_target(hidden=16))
+def test_a_refusal_names_the_path_that_was_asked_for(checkpoint, blocks):
+    for method, path in {"eagle3": checkpoint, **blocks}.items():
+        words = f"{path}: made for a target of hidden size 32.* 16"
+        with pytest.raises(ConfigError, match=words):
+            load_drafter(method, path, tiny_target(hidden=16))
 
 
-def test_without_a_path_the_shipped_drafter_is_meant(target, monkeypatch, tmp_path, checkpoint):
-    monkeypatch.setitem(drafters.SHIPPED, "eagle3", tmp_path / "none")
-    with pytest.raises(ConfigError, match="needs a checkpoint"):
-        load_drafter("eagle3", None, target)
+@pytest.mark.parametrize("method", ["eagle3", *BLOCKS])
+def test_without_a_path_the_shipped_drafter_is_meant(
+    target, monkeypatch, tmp_path, checkpoint, blocks, method
+):
+    monkeypatch.setitem(drafters.SHIPPED, method, tmp_path / "none")
+    with pytest.raises(ConfigError, match=f"'{method}' needs a checkpoint"):
+        load_drafter(method, None, target)
+    path = {"eagle3": checkpoint, **blocks}[method]
+    monkeypatch.setitem(drafters.SHIPPED, method, Path(path))
+    assert load_drafter(method, None, target).spec.method == method
 
 
 def test_a_tokenizer_that_numbers_tokens_otherwise_is_refused(tmp_path):
