@@ -1,9 +1,8 @@
 """From the asked configuration to what will run: sizes of pools, lengths, batch limits, reasons.
 
 Law: every number of the running engine is decided here, once, before a pool is allocated, and
-keeps its reason. One memory budget covers every group; it is split by the groups' geometry: an
-unwindowed group gets a page for every cached token, a windowed one its window for each running
-request plus room for branch points. This module allocates nothing.
+keeps its reason. One memory budget covers every group; it is split by their geometry, as `sizing`
+says: windows first, and what is left holds cached tokens. This module allocates nothing.
 """
 
 from __future__ import annotations
@@ -11,17 +10,18 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from tandemkv.base.config import EngineConfig, Resolved, Resolver
 from tandemkv.base.errors import ConfigError
-from tandemkv.kv.layout import LayerGroup, Layout
+from tandemkv.engine.sizing import Load, choose_page_size, pool_pages, tokens_within
+from tandemkv.kv.layout import Domain, LayerGroup, Layout
 from tandemkv.model.drafter import Drafter
 from tandemkv.model.target import Target
 
 CPU_BUDGET_BYTES = 2 << 30
 GPU_BUDGET_SHARE = 0.8
-BRANCHES_PER_REQUEST = 2
 DEFAULT_MAX_MODEL_LEN = 8192
 
 
@@ -78,15 +78,10 @@ def resolve(
     """Decide layout, pools and limits. Raises ConfigError naming the option that cannot be met."""
     on_gpu = device.type == "cuda"
     block = resolver.choose("block_size", None, config.block_size, "tokens per tree node")
-    target_page = resolver.choose(
-        "target_page_size", config.target_page_size, block, "one page per block and group"
-    )
-    draft_page = resolver.choose(
-        "draft_page_size", config.draft_page_size, block, "one page per block and group"
-    )
-    groups = target.layer_groups(target_page)
+    groups = target.layer_groups(block)
     if drafter is not None:
-        groups += drafter.layer_groups(draft_page, dtype)
+        groups += drafter.layer_groups(block, dtype)
+    groups = tuple(_paged(group, block, config, resolver) for group in groups)
     layout = Layout(block_size=block, groups=groups)
     default_k = drafter.spec.num_draft_tokens if drafter is not None else 0
     if drafter is None:
@@ -104,15 +99,19 @@ def resolve(
         4096 if on_gpu else 512,
         f"default on {device.type}",
     )
-    tokens = _cache_tokens(config, resolver, groups, device)
-    length = _max_model_len(config, resolver, target, tokens, k)
     if batch < k + 1 + layout.lookahead:
         raise ConfigError(
             f"max_batch_tokens {batch} is below {k + 1 + layout.lookahead}, one verify step of"
             f" num_draft_tokens {k}"
         )
+    limit = config.max_model_len or min(target.spec.max_model_len, DEFAULT_MAX_MODEL_LEN)
+    load = Load(cached_tokens=0, length=limit, running=running, batch=batch, num_draft_tokens=k)
+    tokens = _cache_tokens(config, resolver, layout, load, device)
+    length = _max_model_len(config, resolver, target, tokens, k)
+    load = msgspec.structs.replace(load, cached_tokens=tokens, length=length)
     pages = tuple(
-        _group_pages(group, layout, tokens, length, running, batch, k, resolver) for group in groups
+        resolver.choose(f"num_pages[{group.name}]", None, *pool_pages(group, layout, load))
+        for group in groups
     )
     _check_memory(groups, pages, device)
     return Plan(layout, pages, k, length, batch, running, resolver.done())
@@ -143,23 +142,25 @@ def free_bytes(device: torch.device) -> int | None:
     return int(found[0].split()[1]) * 1024 if found else None
 
 
+def _paged(group: LayerGroup, block: int, config: EngineConfig, resolver: Resolver) -> LayerGroup:
+    """The group with its page size: as asked for its domain, or as its window suggests."""
+    drafts = group.domain is Domain.DRAFT
+    asked = config.draft_page_size if drafts else config.target_page_size
+    size, why = choose_page_size(group, block)
+    size = resolver.choose(f"page_size[{group.name}]", asked, size, why)
+    return msgspec.structs.replace(group, page_size=size)
+
+
 def _cache_tokens(
-    config: EngineConfig, resolver: Resolver, groups: tuple[LayerGroup, ...], device: torch.device
+    config: EngineConfig, resolver: Resolver, layout: Layout, load: Load, device: torch.device
 ) -> int:
-    per_token = sum(g.slot_bytes for g in groups if g.window is None)
-    per_token = per_token or sum(g.slot_bytes for g in groups)
     free = free_bytes(device) if device.type == "cuda" else None
     if free is not None:
         budget, source = int(free * GPU_BUDGET_SHARE), f"{GPU_BUDGET_SHARE:.0%} of free memory"
     else:
         budget, source = CPU_BUDGET_BYTES, f"{CPU_BUDGET_BYTES >> 30} GiB budget on CPU"
-    chosen = max(config.block_size, budget // per_token)
-    return resolver.choose(
-        "kv_cache_tokens",
-        config.kv_cache_tokens,
-        chosen,
-        f"{source} / {per_token} bytes per token over all unwindowed groups",
-    )
+    tokens, why = tokens_within(budget, layout, load)
+    return resolver.choose("kv_cache_tokens", config.kv_cache_tokens, tokens, f"{source} / {why}")
 
 
 def _max_model_len(
@@ -185,29 +186,3 @@ def _max_model_len(
             f"max_model_len {length} does not fit kv_cache_tokens {tokens}; at most {room} does"
         )
     return length
-
-
-def _group_pages(
-    group: LayerGroup,
-    layout: Layout,
-    tokens: int,
-    length: int,
-    running: int,
-    batch: int,
-    k: int,
-    resolver: Resolver,
-) -> int:
-    block = layout.block_size
-    pages = -(-tokens // group.page_size)
-    reason = f"{tokens} cached tokens / {group.page_size} slots per page"
-    if group.window is not None:
-        live = min(length, group.window + batch + layout.lookahead + k) + 2 * block
-        slots = running * (live + BRANCHES_PER_REQUEST * (group.window + block))
-        needed = -(-slots // group.page_size)
-        if needed < pages:
-            pages = needed
-            reason = (
-                f"window {group.window}: {running} requests x ({live} live slots +"
-                f" {BRANCHES_PER_REQUEST} branch points)"
-            )
-    return resolver.choose(f"num_pages[{group.name}]", None, pages, reason)
