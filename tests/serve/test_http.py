@@ -56,6 +56,23 @@ def test_metrics_of_a_request_come_with_its_stream(server: Running) -> None:
     assert events[-2]["usage"] is None
 
 
+def test_a_request_tells_what_its_drafter_found_and_missed(server: Running) -> None:
+    """The drafter is rebuilt from tokens: the target recomputes nothing for it."""
+    sent = {"prompt": "a prompt of some length", "max_tokens": 3, "return_metrics": True}
+    sent |= {"cache_salt": "draft kv"}
+    cold, warm = (server.http.post(TEXT, json=sent).json()["metrics"]["draft_kv"] for _ in "ab")
+    assert cold == {"hit_tokens": 0, "gap_tokens": {}, "target_recomputed_tokens": {}}
+    assert warm["hit_tokens"] > 0
+    assert warm["gap_tokens"] == warm["target_recomputed_tokens"] == {}
+    try:
+        server.on_engine(lambda e: setattr(e.kv, "faults", frozenset({"withhold_draft_rows"})))
+        lost = server.http.post(TEXT, json=sent).json()["metrics"]["draft_kv"]
+    finally:
+        server.on_engine(lambda e: setattr(e.kv, "faults", frozenset()))
+    assert lost["gap_tokens"] == {"fault": warm["hit_tokens"]}
+    assert lost["hit_tokens"] == 0
+
+
 def test_speculation_can_be_switched_off_for_one_request(server: Running) -> None:
     sent = {"prompt": "hello", "max_tokens": 9, "num_draft_tokens": 0, "return_metrics": True}
     drafts = server.http.post(TEXT, json=sent).json()["metrics"]["speculative_decoding"]

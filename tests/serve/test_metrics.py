@@ -59,8 +59,10 @@ BUSY = Snapshot(
     draft_hits={"device": 47},
     draft_gaps={"evicted": 3},
     draft_recomputed=2,
+    target_recomputed={"lookahead": 4, "holes": 2},
     draft_resumed={"warm": 1, "cold": 0},
     pages={"target": Pages(5, 3, 2, 10), "draft": Pages(1, 9, 0, 10)},
+    draft_pages_held={"draft": 9},
 )
 
 
@@ -70,6 +72,8 @@ def test_a_server_that_did_nothing_yet_can_be_scraped() -> None:
     assert samples[("spec_decode_num_drafts_total",)] == 0
     assert samples[("kv_cache_usage_perc",)] == 0
     assert samples[("time_to_first_token_seconds_count",)] == 0
+    for reason in ("lookahead", "holes"):
+        assert samples[("draft_kv_target_recomputed_tokens_total", reason)] == 0
 
 
 def test_a_busy_server_keeps_the_laws() -> None:
@@ -79,6 +83,9 @@ def test_a_busy_server_keeps_the_laws() -> None:
     assert samples[("draft_kv_hit_tokens_total", "device")] == 47
     assert samples[("draft_kv_gap_tokens_total", "evicted")] == 3
     assert samples[("draft_kv_recomputed_tokens_total",)] == 2
+    assert samples[("draft_kv_target_recomputed_tokens_total", "lookahead")] == 4
+    assert samples[("draft_kv_target_recomputed_tokens_total", "holes")] == 2
+    assert samples[("draft_kv_pages_held", "draft")] == 9
     assert samples[("draft_kv_transferred_bytes_total",)] == 0
     assert samples[("draft_kv_resumed_total", "warm")] == 1
     assert samples[("num_requests_running",)] == 2

@@ -48,6 +48,13 @@ class DraftUse(msgspec.Struct):
     gaps: dict[str, int] = {}
     recomputed: dict[str, int] = {}
 
+    def add(self, other: DraftUse) -> None:
+        """Add another request's counters to these."""
+        self.hits += other.hits
+        for mine, theirs in ((self.gaps, other.gaps), (self.recomputed, other.recomputed)):
+            for why, count in theirs.items():
+                tally(mine, why, count)
+
 
 class Stats(msgspec.Struct):
     """Counters since the start; dictionaries are keyed by group name or by reason.

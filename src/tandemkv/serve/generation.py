@@ -16,6 +16,7 @@ from tandemkv.base.errors import InvariantError, RequestError
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.engine.background import AsyncEngine, Handle
 from tandemkv.kv.keys import Namespace
+from tandemkv.kv.records import DraftUse
 from tandemkv.sched.batch import Output
 from tandemkv.serve.answers import Acceptance, Piece
 from tandemkv.serve.metrics import Latencies
@@ -155,6 +156,14 @@ class Generation:
             last = choice.last
             if last is not None:
                 out.add(last.num_draft_steps, last.num_drafts, last.num_accepted, last.accepted_at)
+        return out
+
+    def draft_use(self) -> DraftUse:
+        """What the finished choices found, missed and recomputed for the drafter, in all."""
+        out = DraftUse()
+        for choice in self.choices:
+            if choice.last is not None:
+                out.add(choice.last.draft_use)
         return out
 
     def _spawn(self, choice: Choice, rest: Sequence[Choice] = ()) -> None:

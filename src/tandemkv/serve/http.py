@@ -224,8 +224,14 @@ class Answer:
         engine_k = self._service.engine.engine.plan.num_draft_tokens
         asked_k = self._ask.params.num_draft_tokens
         k = engine_k if asked_k is None else min(asked_k, engine_k)
-        body = self._generation.acceptance(k).body()
-        return {"metrics": {"speculative_decoding": body}}
+        use = self._generation.draft_use()
+        draft_kv = {
+            "hit_tokens": use.hits,
+            "gap_tokens": use.gaps,
+            "target_recomputed_tokens": use.recomputed,
+        }
+        drafts = self._generation.acceptance(k).body()
+        return {"metrics": {"speculative_decoding": drafts, "draft_kv": draft_kv}}
 
 
 class EventStream(Response):

@@ -23,12 +23,15 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from tandemkv.kv.coverage import HOLES, LOOKAHEAD
+
 if TYPE_CHECKING:
     from tandemkv.engine.engine import Engine
 
 PREFIX = "tandemkv:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+NOTHING = {LOOKAHEAD: 0, HOLES: 0}
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
 
@@ -46,7 +49,9 @@ class Snapshot(msgspec.Struct, kw_only=True):
     """The engine's counters at one moment. Tokens unless said otherwise.
 
     accepted_at[j]: drafts accepted at position j. pages: by layer group name. draft_hits: draft
-    rows reused, by where they came from; draft_gaps: draft slots masked, by reason.
+    rows reused, by where they came from; draft_gaps: draft slots masked, by reason;
+    target_recomputed: positions that the target ran for the drafter alone, by reason.
+    draft_pages_held: by the drafter's layer groups.
     """
 
     running: int = 0
@@ -63,9 +68,11 @@ class Snapshot(msgspec.Struct, kw_only=True):
     draft_hits: Mapping[str, int] = {}
     draft_gaps: Mapping[str, int] = {}
     draft_recomputed: int = 0
+    target_recomputed: Mapping[str, int] = msgspec.field(default_factory=lambda: dict(NOTHING))
     draft_transferred_bytes: int = 0
     draft_resumed: Mapping[str, int] = {}
     pages: Mapping[str, Pages] = {}
+    draft_pages_held: Mapping[str, int] = {}
 
 
 class Histogram:
@@ -150,6 +157,14 @@ class EngineCollector(Collector):
             for state in ("free", "held", "cached"):
                 pages.add_metric((self._model, group, state), getattr(usage, state))
         yield pages
+        held = GaugeMetricFamily(
+            PREFIX + "draft_kv_pages_held",
+            "Pages of the drafter's layer groups held by requests.",
+            labels=("model_name", "group"),
+        )
+        for group, count in s.draft_pages_held.items():
+            held.add_metric((self._model, group), count)
+        yield held
 
     def _counters(self, s: Snapshot) -> Iterator[Metric]:
         for name, doc, value in (
@@ -175,6 +190,12 @@ class EngineCollector(Collector):
             ),
             ("draft_kv_hit_tokens", "Draft rows reused.", "source", s.draft_hits),
             ("draft_kv_gap_tokens", "Draft rows missing and masked.", "reason", s.draft_gaps),
+            (
+                "draft_kv_target_recomputed_tokens",
+                "Positions that the target ran for the drafter alone.",
+                "reason",
+                s.target_recomputed,
+            ),
             ("draft_kv_resumed", "Resumed requests, by state.", "warmth", s.draft_resumed),
             ("request_success", "Ended choices.", "finished_reason", self._latencies.finished),
         ):
@@ -220,6 +241,7 @@ def snapshot_of(engine: Engine) -> Snapshot:
     sched, kv = engine.scheduler.stats, engine.kv.stats
     drafts = sched.acceptance
     names = [group.name for group in engine.layout.groups]
+    usage = engine.kv.usage()
     return Snapshot(
         running=sched.num_running,
         waiting=sched.num_waiting,
@@ -235,9 +257,11 @@ def snapshot_of(engine: Engine) -> Snapshot:
         draft_hits={"device": sum(kv.draft_hit_tokens.values())},
         draft_gaps=dict(kv.draft_gap_tokens),
         draft_recomputed=kv.draft_recomputed_tokens,
+        target_recomputed=NOTHING | kv.target_recomputed_tokens,
         draft_resumed=dict(sched.resumed),
         pages={
             name: Pages(u.free, u.held, u.cached, u.total)
-            for name, u in zip(names, engine.kv.usage(), strict=True)
+            for name, u in zip(names, usage, strict=True)
         },
+        draft_pages_held={names[g]: usage[g].held for g in engine.layout.draft_groups},
     )
