@@ -8,15 +8,17 @@ from typing import Any
 import drafting
 import pytest
 import torch
-from engines import drafts_by_anchor, greedy, run, tiny_engine, used_pages
+from engines import BLOCK_WINDOWS, drafts_by_anchor, greedy, run, tiny_engine, used_pages
 from tiny import EOS_TOKEN_ID, WINDOW
 
 from tandemkv.engine.engine import Engine
 from tandemkv.kv.layout import Domain
+from tandemkv.model.dflash import DFlash
 from tandemkv.model.draft_lm import DraftModel
 from tandemkv.model.eagle3 import Eagle3
 
-CASES = [(kind, name) for kind in ("mistral", "gemma3") for name in ("eagle3", "self")]
+DRAFTERS = ("eagle3", "self", "dflash", "dspark")
+CASES = [(kind, name) for kind in ("mistral", "gemma3") for name in DRAFTERS]
 LENGTHS = (3, WINDOW - 1, WINDOW, WINDOW + 1, 30, 61)
 OUTPUT = greedy(20, ignore_eos=True)
 
@@ -36,6 +38,14 @@ def windowed(tiny_target: Callable[..., Any]) -> Make:
                 DraftModel(target, target, num_draft_tokens=3), target=target, **options
             )
         vocab = target.spec.vocab_size
+        if drafter in ("dflash", "dspark"):
+            block = drafting.block_config(
+                drafter, vocab_size=vocab, taps=(-1, 0, 1), windows=BLOCK_WINDOWS[drafter]
+            )
+            weights = drafting.block_weights(block)
+            return tiny_engine(
+                DFlash(target, block, weights, num_draft_tokens=3), target=target, **options
+            )
         shape = drafting.eagle_config(vocab_size=vocab, draft_vocab_size=vocab, taps=(-1, 0, 1))
         made = Eagle3(target, shape, drafting.eagle_weights(shape), num_draft_tokens=3)
         return tiny_engine(made, target=target, **options)
@@ -97,8 +107,9 @@ def test_warm_second_turn_and_resumed_runs_draft_as_cold_ones(
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
-def test_a_long_request_is_charged_its_window(windowed: Make, kind: str) -> None:
-    engine = windowed(kind, "eagle3", max_batch_tokens=16)
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash", "dspark"])
+def test_a_long_request_is_charged_its_window(windowed: Make, kind: str, drafter: str) -> None:
+    engine = windowed(kind, drafter, max_batch_tokens=16)
     run(engine, [text(120, seed=1)], OUTPUT)
     block = engine.layout.block_size
     for group, usage in zip(engine.layout.groups, engine.kv.usage(), strict=True):
@@ -113,3 +124,27 @@ def test_small_pools_change_no_word(windowed: Make, kind: str, drafter: str) -> 
     engine = windowed(kind, drafter, kv_cache_tokens=100, max_model_len=70, max_batch_tokens=16)
     assert [c.tokens for c in run(engine, wanted, OUTPUT)] == plain
     assert [c.tokens for c in run(engine, wanted, OUTPUT)] == plain
+
+
+@pytest.mark.parametrize("page", [None, 1, 2, 4])
+@pytest.mark.parametrize("drafter", ["dflash", "dspark"])
+def test_a_branch_point_is_filled_once_and_drafts_as_if_never_lost(
+    windowed: Make, drafter: str, page: int | None
+) -> None:
+    """A system prompt of 45 and tails of 3; the drafter's rows at its end are gone."""
+    prefix, ends = text(45, seed=1), [text(3, seed=i) for i in range(2, 6)]
+    engine = windowed("llama", drafter, draft_page_size=page)
+    run(engine, [prefix + ends[0]], OUTPUT)
+    for g in engine.layout.draft_groups:
+        engine.kv._make_room(g, engine.kv.usage()[g].total)
+    paid = []
+    for end in ends[1:]:
+        cold = run(windowed("llama", drafter), [prefix + end], OUTPUT)[0]
+        warm = run(engine, [prefix + end], OUTPUT)[0]
+        assert warm.tokens == cold.tokens
+        assert_same(drafts_by_anchor(warm), drafts_by_anchor(cold))
+        paid.append(warm.request.draft_use.recomputed.get("holes", 0))
+        assert warm.cached_tokens >= 45
+        assert not warm.request.draft_use.gaps
+    whole = any(g.window is None for g in engine.layout.groups if g.domain is Domain.DRAFT)
+    assert paid == [45 if whole else 7, 0, 0]
