@@ -99,6 +99,39 @@ def test_version_is_printed(capsys):
         (["acceptance", "--prompts", "nowhere"], "neither a file nor one of bundled"),
         (["acceptance", "--limit", "0"], "--limit must be at least 1"),
         (["acceptance", "--batch", "2", "--max-running", "3"], "say the same twice"),
+        (["acceptance", "--num-draft-tokens", "0"], "--num-draft-tokens must be at least 1"),
+        (["acceptance", "--branches", "3"], "--branches says nothing without one of --paths"),
+        (["acceptance", "--shared-tokens", "9", "--paths", "warm"], "--shared-tokens says nothing"),
+        (["acceptance", "--paths", "branches", "--branches", "0"], "--branches must be at least 1"),
+        (["acceptance", "--paths", "branches_evict"], "did you mean 'branches_evicted'"),
+        (["acceptance", "--top-p", "0.9"], "--top-p says nothing where decoding is greedy"),
+        (["acceptance", "--verification", "block"], "--verification says nothing where decoding"),
+        (["acceptance", "--seed", "1", "--temperature", "0"], "--seed says nothing where"),
+        (["acceptance", "--temperature", "-1"], "temperature must be in [0, 100], got -1"),
+        (
+            ["acceptance", "--temperature", "1", "--verification", "tree"],
+            "verification must be one of token, block, got 'tree'",
+        ),
+        (["acceptance", "--drafter", "dflash", "--drafter-path", "/no/x"], "/no/x"),
+        (
+            ["acceptance", "--drafter", "dflash,dspark", "--drafter-path", "x"],
+            "dflash and dspark have one each; several are METHOD=DIR,METHOD=DIR",
+        ),
+        (["acceptance", "--drafter", "ngram", "--drafter-path", "x"], "no drafter asked for has"),
+        (
+            ["acceptance", "--drafter", "dflash,ngram", "--drafter-path", "dflash=a,eagle3=b"],
+            "--drafter-path: eagle3 has none, or is not among --drafter",
+        ),
+        (["acceptance", "--drafter", "all", "--drafter-path", "x"], "without --drafter-path; name"),
+        (["acceptance", "--drafter", "all", "--model", "x"], "without --model; name the drafters"),
+        (
+            ["acceptance", "--drafter", "eagle3", "--speculative-config", '{"method": "ngram"}'],
+            "say the same twice",
+        ),
+        (
+            ["acceptance", "--drafter", "ngram,eagle3", "--draft-vocab", "99"],
+            "draft_vocab does not apply to drafter 'ngram'",
+        ),
         (["serve", "--config", "/nowhere.yaml"], "--config /nowhere.yaml"),
         (["train", "eagle3"], "--out is missing"),
     ],
@@ -235,16 +268,83 @@ def test_a_preset_fixes_what_decides_the_number(given):
     assert (asked.prompts, asked.limit, asked.max_tokens) == ("gsm8k", 5, 256)
     assert asked.cut_loops
     assert asked.paths == ("cold",)
-    assert asked.engine.num_draft_tokens == 4
+    ks = {name: asked.engine_of(name).num_draft_tokens for name in ("eagle3", "dflash", "none")}
+    assert ks == {"eagle3": 4, "dflash": 7, "none": None}
+
+
+def test_k_that_is_given_holds_for_all_drafters_and_is_theirs_if_left_open(given):
+    asked = lab_options(given("--preset", "gsm8k", "--num-draft-tokens", "7"))
+    assert {asked.engine_of(name).num_draft_tokens for name in ("eagle3", "dspark")} == {7}
+    open_ = lab_options(given("--drafter", "eagle3,dspark"))
+    assert {open_.engine_of(name).num_draft_tokens for name in open_.drafters} == {None}
+    vllm = lab_options(
+        given(
+            *("--preset", "gsm8k", "--speculative-config"),
+            '{"method": "dspark", "num_speculative_tokens": 3}',
+        )
+    )
+    assert vllm.engine_of("dspark").num_draft_tokens == 3
 
 
 def test_acceptance_takes_one_drafter_several_or_all(given):
+    from tandemkv.lab.options import TRAINED, shipped
+
     assert lab_options(given()).drafters == ("eagle3",)
-    assert lab_options(given("--drafter", "all")).drafters == ("eagle3", "ngram")
+    assert lab_options(given("--drafter", "all")).drafters == (*shipped(), "ngram")
+    assert set(shipped()) <= set(TRAINED)
     assert lab_options(given("--drafter", "ngram")).drafters == ("ngram",)
     assert lab_options(given("--drafter", "ngram,eagle3")).drafters == ("ngram", "eagle3")
-    assert lab_options(given("--drafter-path", "x", "--drafter", "all")).drafters == ("eagle3",)
     assert lab_options(given("--speculative-config", '{"method": "ngram"}')).drafters == ("ngram",)
+
+
+def test_a_checkpoint_goes_to_the_drafter_that_has_one(given):
+    asked = lab_options(given("--drafter", "ngram,dspark", "--drafter-path", "a=b"))
+    assert asked.engine_of("dspark").drafter_path == "a=b"
+    assert asked.engine_of("ngram").drafter_path is None
+    asked = lab_options(
+        given("--drafter", "eagle3,dflash,dspark", "--drafter-path", "dflash=x,dspark=y")
+    )
+    paths = [asked.engine_of(name).drafter_path for name in (*asked.drafters, "none")]
+    assert paths == [None, "x", "y", None]
+
+
+def test_sampling_runs_no_plain_decoding_unless_asked_and_a_preset_then_has_a_warm_run(given):
+    from tandemkv.lab.options import Sampling
+
+    sampled = ("--temperature", "1", "--top-p", "0.95", "--verification", "block")
+    asked = lab_options(given(*sampled, "--seed", "3"))
+    assert asked.sampling == Sampling(temperature=1.0, top_p=0.95, verification="block", seed=3)
+    assert not asked.plain
+    assert lab_options(given(*sampled, "--plain")).plain
+    assert lab_options(given(*sampled, "--preset", "gsm8k")).paths == ("cold", "warm")
+    assert lab_options(given("--temperature", "0")).sampling is None
+
+
+def test_branches_are_as_many_and_as_long_as_asked(given):
+    asked = lab_options(given("--paths", "branches", "--branches", "3", "--shared-tokens", "4096"))
+    assert (asked.paths, asked.branches, asked.shared_tokens) == (("branches",), 3, 4096)
+
+
+def test_the_defaults_of_acceptance_that_help_shows_are_those_that_hold():
+    from tandemkv.cli import measuring
+    from tandemkv.lab import presets
+    from tandemkv.lab.options import CONVERSATIONS, PATHS, LabOptions, Sampling
+
+    shown = {option.name: option.default for option in measuring._ACCEPTANCE}
+    asked = LabOptions(engine=EngineConfig(), drafters=())
+    for name in ("branches", "shared_tokens"):
+        assert shown[name] == str(getattr(asked, name))
+    assert shown["max_tokens"].startswith(f"{asked.max_tokens}, ")
+    assert shown["prompts"].startswith(asked.prompts)
+    assert all(path in shown["paths"] for path in CONVERSATIONS)
+    assert "branches" not in shown["paths"]
+    told = {option.name: option.help for option in measuring._ACCEPTANCE}
+    assert told["paths"].startswith(f"Some of {', '.join(PATHS)}")
+    for name in ("top_p", "seed"):
+        assert float(shown[name]) == getattr(Sampling(), name)
+    assert shown["verification"] == Sampling().verification
+    assert f"{presets.DRAFT_TOKENS['eagle3']}, for dflash and dspark 7" in told["preset"]
+    assert {presets.DRAFT_TOKENS[name] for name in ("dflash", "dspark")} == {7}
 
 
 def test_the_commands_of_this_release_are_these():
@@ -276,6 +376,65 @@ def test_acceptance_reports_and_writes_its_rows(tiny, tmp_path, capsys):
     assert [row["path"] for row in content["rows"]] == ["cold", "warm", "second_turn", "resumed"]
     assert all(row["output_equal"] for row in content["rows"])
     assert content["provenance"]["options"]["prompts"] == str(prompts)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    """dflash and dspark with random weights for the tiny model, windows of 60."""
+    import drafting
+    import tiny as tiny_models
+
+    from tandemkv.model import dflash_checkpoint
+
+    found = {}
+    for method in ("dflash", "dspark"):
+        found[method] = tmp_path_factory.mktemp(method)
+        shape = drafting.block_config(
+            method, vocab_size=tiny_models.VOCAB_SIZE, taps=(0, 1), windows=(60, 60)
+        )
+        dflash_checkpoint.save(found[method], drafting.block_weights(shape), shape)
+    return found
+
+
+def test_several_drafters_are_measured_each_with_its_checkpoint(
+    tiny, checkpoints, tmp_path, capsys
+):
+    prompts, found = tmp_path / "p.jsonl", tmp_path / "rows.json"
+    prompts.write_text("".join(f'{{"prompt": "{c} page"}}\n' for c in "abcd"))
+    lab = ["--drafter", "dflash,dspark", "--prompts", str(prompts), "--max-tokens", "12"]
+    lab += ["--drafter-path", ",".join(f"{name}={path}" for name, path in checkpoints.items())]
+    lab += ["--paths", "cold,branches,branches_evicted", "--branches", "3"]
+    lab += ["--shared-tokens", "240", "--json", str(found)]
+    assert run(["acceptance", *tiny, *lab]) == 0
+    out = capsys.readouterr().out
+    assert "dspark, K 4: acceptance by path" in out
+    assert "Parity held on 4 paths" in out
+    assert "At K 4, cold, on 4 prompts: dflash" in out
+    rows = json.loads(found.read_text())["rows"]
+    assert [(row["drafter"], row["path"]) for row in rows] == [
+        (drafter, path)
+        for drafter in ("dflash", "dspark")
+        for path in ("cold", "branches", "branches_evicted")
+    ]
+    for row in rows[2::3]:
+        first, *later = row["branches"]
+        assert first["recomputed_hole_tokens"] == 59
+        assert [branch["recomputed_hole_tokens"] for branch in later] == [0, 0]
+
+
+def test_the_method_of_a_checkpoint_is_what_its_config_says(given, checkpoints):
+    assert lab_options(given("--drafter-path", str(checkpoints["dspark"]))).drafters == ("dspark",)
+
+
+def test_a_sampled_run_says_that_outputs_are_not_compared(tiny, tmp_path, capsys):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{c}abc abc {c}abc"}}\n' for c in "abcd"))
+    lab = ["--drafter", "ngram", "--prompts", str(prompts), "--paths", "cold,warm"]
+    lab += ["--max-tokens", "16", "--temperature", "1", "--verification", "block"]
+    assert run(["acceptance", *tiny, *lab]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "sampled" in out
+    assert "drawn anew on each path and are not compared" in out
 
 
 def test_a_missing_second_turn_is_named_before_any_path_runs(tiny, tmp_path, capsys):
@@ -479,8 +638,8 @@ def test_every_option_of_the_engine_and_of_sampling_shows_its_default():
 def test_the_defaults_that_help_shows_are_those_that_hold():
     from tandemkv.base.sampling import SamplingParams
     from tandemkv.cli.serving import DEFAULT_GRACE_S, DEFAULT_MAX_TOKENS
-    from tandemkv.engine import resolve
-    from tandemkv.model import checkpoint, eagle3
+    from tandemkv.engine import resolve, sizing
+    from tandemkv.model import checkpoint, draft_head
     from tandemkv.serve import http
 
     shown = {option.name: option.default for option in (*options.ENGINE, *options.SAMPLING)}
@@ -492,10 +651,12 @@ def test_the_defaults_that_help_shows_are_those_that_hold():
         assert shown[name].startswith(f"{getattr(config, name)}: ")
     assert shown["max_model_len"].endswith(str(resolve.DEFAULT_MAX_MODEL_LEN))
     gib, share = resolve.CPU_BUDGET_BYTES >> 30, resolve.GPU_BUDGET_SHARE
+    for name in ("target_page_size", "draft_page_size"):
+        assert shown[name].startswith(f"the block size, or 1/{sizing.PAGES_PER_WINDOW} of a window")
     assert f"{gib} GiB" in shown["kv_cache_tokens"]
     assert f"{share:.0%}" in shown["kv_cache_tokens"]
     assert shown["cache_dir"] == str(checkpoint.DEFAULT_CACHE_DIR)
-    assert shown["draft_vocab"].startswith(f"{eagle3.DEFAULT_DRAFT_VOCAB} on CPU")
+    assert shown["draft_vocab"].startswith(f"{draft_head.DEFAULT_DRAFT_VOCAB} on CPU")
     assert shown["max_tokens"] == str(DEFAULT_MAX_TOKENS)
     for name in ("top_p", "top_k", "min_p"):
         assert float(shown[name]) == getattr(params, name)
@@ -510,7 +671,7 @@ def test_the_limits_that_help_shows_are_those_of_an_engine(tiny):
     resolved = Engine.from_config(asked).resolved
     for name in ("max_running", "max_batch_tokens"):
         assert shown[name].startswith(f"{resolved[name]} on CPU, ")
-    assert shown["num_draft_tokens"] == f"the drafter's, {resolved['num_draft_tokens']}"
+    assert shown["num_draft_tokens"].startswith(f"the drafter's: {resolved['num_draft_tokens']}, ")
 
 
 def test_an_interrupted_experiment_writes_what_it_finished(tiny, tmp_path):

@@ -5,56 +5,21 @@ import json
 import msgspec
 import pytest
 from engines import drafter_of, tiny_engine, used_pages
+from labs import experiment, write_prompts
 
-from tandemkv.base.config import EngineConfig
 from tandemkv.lab import acceptance, experiments, report, rows
-from tandemkv.lab.acceptance import Experiment, LabOptions
-from tandemkv.lab.experiments import Job, run, suspension_points
+from tandemkv.lab.experiments import Job, run, run_in_turn, suspension_points
+from tandemkv.lab.options import BRANCHES, CONVERSATIONS, PATHS
 
 JOBS = [Job(f"p{i}", tuple((7 * i + j * j) % 61 for j in range(9 + 5 * i)), 24) for i in range(4)]
 
 
-class Letters:
-    """Characters as token ids below the tiny vocabulary."""
-
-    chat_template = None
-
-    def encode(self, text, **_):
-        return [ord(c) % 61 for c in text]
-
-
-def make_engine(config):
-    names = {"draft_model": "self"}
-    engine = tiny_engine(
-        names.get(config.drafter, config.drafter),
-        faults=config.faults,
-        kv_cache_tokens=2048,
-        max_running=3,
-    )
-    engine.tokenizer = Letters()
-    return engine
-
-
 @pytest.fixture(scope="module")
 def prompts_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("lab") / "prompts.jsonl"
-    texts = ("What is a page?", "Tell me of blocks, and of slots.", "Copy: abcabcabcabcabcabc")
-    path.write_text("".join(json.dumps({"turns": [t, "and then?"]}) + "\n" for t in texts))
-    return str(path)
+    return write_prompts(tmp_path_factory.mktemp("lab") / "prompts.jsonl")
 
 
-def experiment(prompts_file, drafter, **options):
-    asked = LabOptions(
-        engine=EngineConfig(faults=options.pop("faults", ())),
-        drafters=(drafter,),
-        prompts=prompts_file,
-        max_tokens=24,
-        **options,
-    )
-    return Experiment(asked, make_engine=make_engine)
-
-
-@pytest.fixture(scope="module", params=["eagle3", "draft_model", "ngram"])
+@pytest.fixture(scope="module", params=["eagle3", "dflash", "dspark", "draft_model", "ngram"])
 def healthy(request, prompts_file):
     """A finished experiment on every path."""
     lab = experiment(prompts_file, request.param)
@@ -76,7 +41,7 @@ def by_path(lab):
 
 def test_parity_holds_on_every_path(healthy):
     found = by_path(healthy)
-    assert list(found) == list(acceptance.PATHS)
+    assert list(found) == list(CONVERSATIONS)
     for row in found.values():
         assert row.prompts == 3
         assert row.steps > 0
@@ -99,6 +64,9 @@ def test_a_hit_recomputes_the_lookahead_and_no_block(healthy):
     assert found["second_turn"].recomputed_target_tokens == 3 * lookahead
     resumed = found["resumed"]
     assert resumed.recomputed_target_tokens == resumed.suspensions * lookahead
+    for row in found.values():  # what the cache counts is what the target ran
+        assert row.recomputed_target_tokens == row.recomputed_lookahead_tokens
+        assert row.recomputed_hole_tokens == 0
 
 
 def test_draft_rows_are_compared_and_equal(healthy):
@@ -181,6 +149,11 @@ class Counting(acceptance.Progress):
         ("ngram", {}),
         ("ngram", {"paths": ("resumed",), "plain": False, "show_loss": True}),
         ("draft_model", {"paths": ("cold", "warm"), "show_loss": True}),
+        ("dflash", {"paths": ("branches",), "branches": 2, "shared_tokens": 40}),
+        (
+            "ngram",
+            {"paths": ("warm", *BRANCHES), "branches": 2, "shared_tokens": 40, "plain": False},
+        ),
     ],
 )
 def test_each_phase_is_told_with_its_number_and_its_end(prompts_file, drafter, options):
@@ -194,7 +167,7 @@ def test_each_phase_is_told_with_its_number_and_its_end(prompts_file, drafter, o
     assert seen.num_done == total
     for (_, _, prompts, tokens), advances in zip(seen.phases, seen.advances, strict=True):
         emitted, ended, spared = map(sum, zip(*advances, strict=True))
-        assert ended == prompts == 3
+        assert ended == prompts
         assert emitted + spared == tokens
 
 
@@ -215,6 +188,14 @@ def test_prompts_run_together_find_nothing_of_each_other():
     same = [Job(f"copy {i}", JOBS[3].prompt, 8) for i in range(3)]
     run(engine, same)
     assert engine.kv.stats.prefix_hit_tokens == 0
+
+
+def test_prompts_run_in_turn_in_one_namespace_find_what_the_others_left():
+    engine = tiny_engine("dflash")
+    same = [Job(f"copy {i}", JOBS[3].prompt, 8, "all") for i in range(3)]
+    done = run_in_turn(engine, same, keep_rows=True)
+    assert [trace.cached_tokens for trace in done.traces] == [0, 23, 23]
+    assert {job for job, _ in done.rows} == {job.id for job in same}
 
 
 def test_a_request_is_suspended_at_several_points():
@@ -250,13 +231,15 @@ def test_the_json_rows_have_the_published_names(prompts_file):
     lab = experiment(prompts_file, "ngram", paths=("cold",))
     content = report.document(lab.run(), options=lab.options, resolved=lab.resolved)
     content = json.loads(json.dumps(content))
+    assert content["comparisons"] == []
     assert content["schema"] == 1
     assert {"argv", "commit", "versions", "hardware"} <= content["provenance"].keys()
     assert {
         *("drafter", "path", "prompts", "steps", "al", "al_ratio_to_cold", "draft_agreement"),
         *("output_equal", "acceptance_by_position", "acceptance_by_step", "draft_hit_tokens"),
         *("draft_gap_tokens", "recomputed_target_tokens", "transferred_bytes", "tokens_per_s"),
-        "tokens_per_s_plain",
+        *("tokens_per_s_plain", "num_draft_tokens", "recomputed_lookahead_tokens"),
+        *("recomputed_hole_tokens", "al_ratio_interval", "by_prompt", "branches"),
     } <= content["rows"][0].keys()
 
 
@@ -268,7 +251,7 @@ def test_the_tables_show_every_row(prompts_file):
         for table in report.tables(lab.rows):
             out.print(table)
     lines = [line.split() for line in text.get().splitlines()]
-    assert [line[0] for line in lines if line and line[0] in acceptance.PATHS] == [
+    assert [line[0] for line in lines if line and line[0] in PATHS] == [
         *("cold", "warm"),
         *("cold", "warm"),
     ]

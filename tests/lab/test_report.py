@@ -18,6 +18,7 @@ def row(path="warm", **changes):
     values = {
         "drafter": "eagle3",
         "path": path,
+        "num_draft_tokens": 4,
         "prompts": 4,
         "steps": 3000,
         "al": 2.4,
@@ -30,6 +31,8 @@ def row(path="warm", **changes):
         "draft_hit_tokens": 10,
         "draft_gap_tokens": 0,
         "recomputed_target_tokens": 4,
+        "recomputed_lookahead_tokens": 4,
+        "recomputed_hole_tokens": 0,
         "tokens_per_s": 30.0,
         "tokens_per_s_plain": 20.0,
         "cached_tokens": 10,
@@ -119,6 +122,33 @@ def test_the_loss_is_said_in_one_sentence():
 def test_a_text_that_changed_is_not_called_the_same():
     lost = row("warm_rows_withheld", output_equal=False, fault="withhold_draft_rows")
     assert not any("stays the same" in s for s in report.sentences([row(), lost]))
+
+
+def test_a_drafter_that_loses_nothing_is_not_said_to():
+    warm = row()
+    same = row("warm_rows_withheld", fault="withhold_draft_rows")
+    drawn = row(
+        "warm_rows_withheld",
+        al=2.3,
+        sampled=True,
+        al_ratio_to_cold=0.96,
+        al_ratio_interval=(0.9, 1.02),
+        fault="withhold_draft_rows",
+    )
+    for withheld in (same, drawn):
+        words = " ".join(report.sentences([warm, withheld]))
+        assert "loses nothing here: 2.40 with them" in words
+        assert "falls from" not in words
+
+
+@pytest.mark.parametrize("interval", [(0.90, 0.99), (1.01, 1.10)])
+def test_a_sampled_ratio_whose_interval_leaves_1_out_breaks_parity_at_any_precision(interval):
+    changes = {"sampled": True, "al_ratio_to_cold": 0.95, "draft_agreement": None}
+    drawn = row(al_ratio_interval=interval, **changes)
+    held, line = report.verdict([row("cold"), drawn], judged=False)
+    assert not held
+    assert "path warm: AL is 0.950 of the fresh run's" in line
+    assert report.verdict([row(al_ratio_interval=(0.9, 1.1), **changes)], judged=False)[0]
 
 
 def test_speed_is_said_beside_the_speed_without():

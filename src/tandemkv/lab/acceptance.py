@@ -4,53 +4,35 @@
     warm         the same prompts again
     second_turn  turn 1, its output, the next message      against a cold run of that whole prompt
     resumed      suspended on the way, several times, and resumed
+    branches     prompts that share a long system prompt, in turn     against cold runs of the same
+    branches_evicted     the same, every draft page evicted before the first branch
     warm_rows_withheld   warm, the draft rows of reused blocks taken away (a seeded fault)
 
 Law: a path is compared with a cold run of the same token ids, and outputs with the target run
-without a drafter, all in one process and one command. Faults act in the cache, never here. This
-module renders nothing.
+without a drafter, all in one process and one command; sampled, every phase draws with seeds of its
+own and no output is compared. Faults act in the cache, never here. This module renders nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tandemkv.base.config import EngineConfig
 from tandemkv.base.errors import ConfigError
-from tandemkv.lab import prompts
-from tandemkv.lab.experiments import Job, Run, run
-from tandemkv.lab.rows import Counters, Row, make_row
+from tandemkv.lab import branches, prompts
+from tandemkv.lab.experiments import Job, Run, run, run_in_turn
+from tandemkv.lab.options import BRANCHES, CONVERSATIONS, EVICTED, WITHHELD, LabOptions, has_rows
+from tandemkv.lab.rows import Row, make_row
 
 if TYPE_CHECKING:
     from tandemkv.engine.engine import Engine
     from tandemkv.lab.prompts import PromptTokens
 
-PATHS = ("cold", "warm", "second_turn", "resumed")
-WITHHELD = "warm_rows_withheld"
 ROW_FAULT = "withhold_draft_rows"
-DRAFTERS = ("eagle3", "draft_model", "ngram")
-
-
-class LabOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run. engine: its options; drafters: methods; cut_loops: the presets' protocol.
-
-    paths: None takes all, second turns where the prompts have any. plain: also run without a
-    drafter (output equality and speed). show_loss: add the row with the draft rows of reused blocks
-    withheld.
-    """
-
-    engine: EngineConfig
-    drafters: tuple[str, ...]
-    paths: tuple[str, ...] | None = None
-    prompts: str = "bundled"
-    limit: int | None = None
-    max_tokens: int = 64
-    cut_loops: bool = False
-    plain: bool = True
-    show_loss: bool = False
+BRANCH_PHASES = {"branches": "branches", EVICTED: "branches, evicted"}
 
 
 class Progress:
@@ -86,26 +68,33 @@ class Experiment:
         self._conversations = prompts.load(options.prompts, options.limit)
         self._paths = self._possible(options.paths)
         self._plain: dict[str, Run] = {}
-        self._turns: dict[str, list[Job]] = {}
+        self._jobs: dict[str, list[Job]] = {}
         self._num_begun = 0
 
     @property
     def num_phases(self) -> int:
         """How many phases `run()` has."""
         options, paths = self.options, set(self._paths)
-        cold_second = "second_turn" in paths
-        plain = 1 + len(paths & {"warm", "second_turn"})
-        drafter = 1 + len(paths - {"cold"}) + cold_second
-        losing = sum(_has_rows(name) for name in options.drafters) if options.show_loss else 0
+        cold, second = self._runs_cold, "second_turn" in paths
+        branched = len(paths & {*BRANCHES})
+        plain = cold + ("warm" in paths) + second + 2 * bool(branched)
+        drafter = cold + len(paths & {"warm", "resumed"}) + 2 * second
+        drafter += bool(branched) + 2 * branched
+        losing = sum(has_rows(name) for name in options.drafters) if options.show_loss else 0
         return options.plain * plain + len(options.drafters) * drafter + 2 * losing
+
+    @property
+    def _runs_cold(self) -> bool:
+        """Whether the conversations are run cold: all of their paths are compared with that."""
+        return self.options.show_loss or bool({*CONVERSATIONS} & {*self._paths})
 
     def _possible(self, asked: tuple[str, ...] | None) -> tuple[str, ...]:
         if any(conversation.follow_ups for conversation in self._conversations):
-            return asked or PATHS
+            return asked or CONVERSATIONS
         if asked is not None and "second_turn" in asked:
             name = self.options.prompts
             raise ConfigError(f"--paths second_turn: no second turns in --prompts {name}")
-        return asked or tuple(path for path in PATHS if path != "second_turn")
+        return asked or tuple(path for path in CONVERSATIONS if path != "second_turn")
 
     def run(self) -> list[Row]:
         """Every drafter on every path. KeyboardInterrupt passes through, `rows` stay."""
@@ -113,20 +102,19 @@ class Experiment:
         if options.plain:
             self._run_plain(self._engine("none"))
         for drafter in options.drafters:
-            cold = self._run_paths(self._engine(drafter), drafter)
-            if options.show_loss and _has_rows(drafter):
+            cold = self._run_drafter(self._engine(drafter), drafter)
+            if cold is not None and options.show_loss and has_rows(drafter):
                 self._run_withheld(self._engine(drafter, ROW_FAULT), drafter, cold)
         return self.rows
 
     def _engine(self, drafter: str, *faults: str) -> Engine:
         """An engine with this drafter, tracing; it has answered once before it is timed."""
-        config = msgspec.structs.replace(self.options.engine, drafter=drafter, trace=True)
-        if drafter == "none":
-            config = msgspec.structs.replace(config, drafter_path=None, num_draft_tokens=None)
-        if faults:
-            config = msgspec.structs.replace(config, faults=faults)
+        options = self.options
         self.progress.loading(drafter)
-        engine = self._make_engine(config)
+        engine = self._make_engine(options.engine_of(drafter, *faults))
+        if {*BRANCHES} & {*self._paths}:
+            branches.check_room(engine, options.shared_tokens, options.max_tokens)
+            self._branch_jobs(engine)
         run(engine, [Job("warm-up", self._first_turns(engine)[0].prompt[:16], 4)])
         return engine
 
@@ -138,57 +126,88 @@ class Experiment:
     def _run_plain(self, engine: Engine) -> None:
         """Plain decoding of the same prompts, with the hits that each path has."""
         wanted = self._paths
-        first = self._first_turns(engine)
-        cold = self._cold(engine, "cold", first)
-        self._plain = {"cold": cold, "resumed": cold, "warm": cold, WITHHELD: cold}
-        if "warm" in wanted:
-            self._plain["warm"] = self._plain[WITHHELD] = self._phase(engine, "warm", first)
-        if "second_turn" in wanted:
-            second = self._second_turns(engine, cold)
-            self._plain["second_turn"] = self._phase(engine, "second turn", second)
+        if self._runs_cold:
+            first = self._first_turns(engine)
+            cold = self._cold(engine, "cold", first)
+            self._plain = {"cold": cold, "resumed": cold, "warm": cold, WITHHELD: cold}
+            if "warm" in wanted:
+                self._plain["warm"] = self._plain[WITHHELD] = self._phase(engine, "warm", first)
+            if "second_turn" in wanted:
+                second = self._second_turns(engine, cold)
+                self._plain["second_turn"] = self._phase(engine, "second turn", second)
+        if {*BRANCHES} & {*wanted}:
+            done = self._branches(engine, "branches")
+            self._plain |= dict.fromkeys(BRANCHES, done)
 
-    def _run_paths(self, engine: Engine, drafter: str) -> Run:
-        """The paths asked for, in the order in which each finds what it needs in the cache."""
-        wanted = self._paths
+    def _run_drafter(self, engine: Engine, drafter: str) -> Run | None:
+        """The paths asked for; the cold run of the conversations, if there was one."""
         choices = engine.resolved.choices
         self.resolved[drafter] = {name: choice.value for name, choice in choices.items()}
+        cold = self._run_conversations(engine, drafter) if self._runs_cold else None
+        self._run_branches(engine, drafter)
+        return cold
+
+    def _run_conversations(self, engine: Engine, drafter: str) -> Run:
+        """Their paths in the order in which each finds what it needs in the cache."""
+        wanted = self._paths
         first = self._first_turns(engine)
-        before = counters(engine)
         cold = self._cold(engine, "cold", first)
         if "cold" in wanted:
-            self._report(engine, drafter, "cold", cold, cold, before)
+            self._report(engine, drafter, "cold", cold, cold)
         if "warm" in wanted:
-            before = counters(engine)
-            warm = self._phase(engine, "warm", first)
-            self._report(engine, drafter, "warm", warm, cold, before)
+            self._report(engine, drafter, "warm", self._phase(engine, "warm", first), cold)
         if "second_turn" in wanted:
             second = self._second_turns(engine, cold)
-            before = counters(engine)
             turn = self._phase(engine, "second turn", second)
-            after = counters(engine)
             reference = self._cold(engine, "second turn, cold", second)
-            self._report(engine, drafter, "second_turn", turn, reference, before, after)
+            self._report(engine, drafter, "second_turn", turn, reference)
         if "resumed" in wanted:
             engine.reset_cache()
-            before = counters(engine)
             resumed = self._phase(engine, "resumed", first, suspend=True)
-            self._report(engine, drafter, "resumed", resumed, cold, before)
+            self._report(engine, drafter, "resumed", resumed, cold)
         return cold
+
+    def _run_branches(self, engine: Engine, drafter: str) -> None:
+        """Prompts that branch off a shared one, beside each of them cold."""
+        wanted = [path for path in BRANCHES if path in self._paths]
+        if not wanted:
+            return
+        alone = [msgspec.structs.replace(j, namespace=None) for j in self._branch_jobs(engine)[1:]]
+        cold = self._cold(engine, "branches, cold", alone)
+        for path in wanted:
+            self._report(engine, drafter, path, self._branches(engine, path), cold)
+
+    def _branches(self, engine: Engine, path: str) -> Run:
+        """The shared prompt's first request, and then the branches, one after the other."""
+        first, *rest = self._branch_jobs(engine)
+        name = BRANCH_PHASES[path]
+        engine.reset_cache()
+        self._phase(engine, f"{name}, first request", [first])
+        if path == EVICTED:
+            branches.evict_draft_pages(engine)
+        return self._phase(engine, name, rest, in_turn=True)
 
     def _run_withheld(self, engine: Engine, drafter: str, cold: Run) -> None:
         first = self._first_turns(engine)
-        fill = [Job(job.id, job.prompt, 1) for job in first]
+        fill = [msgspec.structs.replace(job, max_tokens=1) for job in first]
         engine.reset_cache()
         self._phase(engine, "filling the cache", fill)
-        before = counters(engine)
         withheld = self._phase(engine, "warm, rows withheld", first)
-        self._report(engine, drafter, WITHHELD, withheld, cold, before)
+        self._report(engine, drafter, WITHHELD, withheld, cold)
 
     def _cold(self, engine: Engine, name: str, jobs: list[Job]) -> Run:
         engine.reset_cache()
         return self._phase(engine, name, jobs)
 
-    def _phase(self, engine: Engine, name: str, jobs: list[Job], *, suspend: bool = False) -> Run:
+    def _phase(
+        self,
+        engine: Engine,
+        name: str,
+        jobs: Sequence[Job],
+        *,
+        suspend: bool = False,
+        in_turn: bool = False,
+    ) -> Run:
         drafter = engine.drafter.spec.method if engine.drafter else "no drafter"
         self._num_begun += 1
         self.progress.phase(
@@ -198,7 +217,12 @@ class Experiment:
             len(jobs),
             sum(job.max_tokens for job in jobs),
         )
-        done = run(
+        sampling = self.options.sampling
+        if sampling is not None:
+            jobs = [
+                msgspec.structs.replace(job, sampling=sampling.of(name, job.id)) for job in jobs
+            ]
+        done = (run_in_turn if in_turn else run)(
             engine,
             jobs,
             suspend=suspend,
@@ -209,36 +233,38 @@ class Experiment:
         return done
 
     def _first_turns(self, engine: Engine) -> list[Job]:
-        if "first" not in self._turns:
+        if "first" not in self._jobs:
             encode = _encoder(engine).first
-            jobs = [
+            self._jobs["first"] = [
                 Job(c.id, tuple(encode(c)), self.options.max_tokens) for c in self._conversations
             ]
-            self._turns["first"] = jobs
-        return self._turns["first"]
+        return self._jobs["first"]
 
     def _second_turns(self, engine: Engine, first: Run) -> list[Job]:
         """Second prompts from the first turn's outputs; kept, so that all drafters get the same."""
-        if "second" not in self._turns:
+        if "second" not in self._jobs:
             encode = _encoder(engine).second
             jobs: list[Job] = []
             for conversation, trace in zip(self._conversations, first.traces, strict=True):
                 prompt = encode(conversation, trace.prompt, trace.output)
                 if prompt is not None:
                     jobs.append(Job(conversation.id, tuple(prompt), self.options.max_tokens))
-            self._turns["second"] = jobs
-        return self._turns["second"]
+            self._jobs["second"] = jobs
+        return self._jobs["second"]
 
-    def _report(
-        self,
-        engine: Engine,
-        drafter: str,
-        path: str,
-        done: Run,
-        cold: Run,
-        before: Counters,
-        after: Counters | None = None,
-    ) -> None:
+    def _branch_jobs(self, engine: Engine) -> list[Job]:
+        if "branches" not in self._jobs:
+            self._jobs["branches"] = branches.make_jobs(
+                _encoder(engine),
+                self._conversations,
+                branches=self.options.branches,
+                shared_tokens=self.options.shared_tokens,
+                max_tokens=self.options.max_tokens,
+            )
+        return self._jobs["branches"]
+
+    def _report(self, engine: Engine, drafter: str, path: str, done: Run, cold: Run) -> None:
+        branched = path in BRANCHES
         self.rows.append(
             make_row(
                 drafter,
@@ -246,15 +272,15 @@ class Experiment:
                 done,
                 cold,
                 self._plain.get(path),
-                (after or counters(engine)) - before,
+                num_draft_tokens=engine.plan.num_draft_tokens,
                 cut_loops=self.options.cut_loops,
+                sampled=self.options.sampling is not None,
                 fault=", ".join(engine.config.faults) or None,
+                branches=branches.describe(engine.layout, done.traces, cold.traces)
+                if branched
+                else [],
             )
         )
-
-
-def _has_rows(drafter: str) -> bool:
-    return drafter != "ngram"
 
 
 def _from_config(config: EngineConfig) -> Engine:
@@ -266,14 +292,3 @@ def _from_config(config: EngineConfig) -> Engine:
 
 def _encoder(engine: Engine) -> PromptTokens:
     return prompts.PromptTokens(engine.tokenizer, engine.target.spec.eos_token_ids)
-
-
-def counters(engine: Engine) -> Counters:
-    """The counters now. Recomputed: prompt rows of the target beyond those that no hit covered."""
-    cache, steps = engine.kv.stats, engine.scheduler.stats
-    missing = cache.prefix_queries_tokens - cache.prefix_hit_tokens
-    return Counters(
-        draft_hit_tokens=sum(cache.draft_hit_tokens.values()),
-        draft_gap_tokens=sum(cache.draft_gap_tokens.values()),
-        recomputed_target_tokens=steps.num_prefill_rows - missing,
-    )

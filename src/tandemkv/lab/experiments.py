@@ -1,9 +1,9 @@
-"""Running prompts through an engine by hand: cold, warm, or suspended on the way, and tracing it.
+"""Running prompts through an engine by hand: batched, in turn or suspended, and tracing it.
 
-Law: a run adds all its requests at once, each in a namespace of its own, so that a prompt finds
-nothing but what the same conversation left; it ends with no request of its own in the engine, also
-when interrupted. What a run does to the cache beyond that (reset before it or not) is the caller's.
-This module compares nothing.
+Law: each job runs in the namespace that it names, its own unless said, so that a prompt finds
+nothing but what the same conversation left; a run ends with no request of its own in the engine,
+also when interrupted. What a run does to the cache beyond that (reset before it or not) is the
+caller's. This module compares nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import msgspec
 
 from tandemkv.base.errors import RequestError, TandemError
 from tandemkv.base.sampling import SamplingParams
+from tandemkv.kv.coverage import HOLES, LOOKAHEAD
 from tandemkv.kv.keys import Namespace
 from tandemkv.lab.measures import Trace, common_prefix
+from tandemkv.lab.options import Sampling
 
 if TYPE_CHECKING:
     from tandemkv.engine.engine import Engine
@@ -25,11 +27,22 @@ if TYPE_CHECKING:
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A prompt to run greedily; id: the conversation's, and the namespace it runs in."""
+    """A prompt to run; id: the conversation's. namespace: where it finds and leaves rows, its id
+    unless given. sampling: None is greedy; its seed is the request's."""
 
     id: str
     prompt: tuple[int, ...]
     max_tokens: int
+    namespace: str | None = None
+    sampling: Sampling | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        """What the engine is asked."""
+        how: dict[str, Any] = {"temperature": 0.0}
+        if self.sampling is not None:
+            how = msgspec.structs.asdict(self.sampling)
+        return SamplingParams(max_tokens=self.max_tokens, **how)
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -42,11 +55,15 @@ class Rows(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of the jobs. seconds: wall time; rows: by (job id, moment)."""
+    """What came of the jobs. seconds: wall time; rows: by (job id, moment).
+
+    recomputed_target_tokens: prompt rows that the target ran beyond those that no hit covered.
+    """
 
     traces: tuple[Trace, ...]
     seconds: float
     num_suspensions: int = 0
+    recomputed_target_tokens: int = 0
     rows: Mapping[tuple[str, int], tuple[Rows, ...]] = {}
 
     @property
@@ -76,7 +93,7 @@ def run(
     on_step hears of each step how many tokens it emitted, how many jobs ended in it, and how many
     tokens short of their limit those ended.
     """
-    started = time.perf_counter()
+    started, recomputed = time.perf_counter(), _recomputed(engine)
     requests = [_add(engine, job) for job in jobs]
     pending = {
         request.id: list(suspension_points(job.id, job.max_tokens))
@@ -105,14 +122,33 @@ def run(
         traces=tuple(_trace(j, r) for j, r in zip(jobs, requests, strict=True)),
         seconds=time.perf_counter() - started,
         num_suspensions=suspensions,
+        recomputed_target_tokens=_recomputed(engine) - recomputed,
         rows=rows,
     )
 
 
+def run_in_turn(engine: Engine, jobs: Sequence[Job], **how: Any) -> Run:
+    """Run jobs one after the other, each when the one before has ended; how: as for `run`."""
+    runs = [run(engine, [job], **how) for job in jobs]
+    return Run(
+        traces=tuple(trace for each in runs for trace in each.traces),
+        seconds=sum(each.seconds for each in runs),
+        num_suspensions=sum(each.num_suspensions for each in runs),
+        recomputed_target_tokens=sum(each.recomputed_target_tokens for each in runs),
+        rows={key: kept for each in runs for key, kept in each.rows.items()},
+    )
+
+
+def _recomputed(engine: Engine) -> int:
+    """Prompt rows that the target has run so far beyond those that no hit covered."""
+    cache, steps = engine.kv.stats, engine.scheduler.stats
+    return steps.num_prefill_rows - (cache.prefix_queries_tokens - cache.prefix_hit_tokens)
+
+
 def _add(engine: Engine, job: Job) -> Request:
-    params = SamplingParams(temperature=0.0, max_tokens=job.max_tokens)
+    space = Namespace(salt=f"lab/{job.id if job.namespace is None else job.namespace}")
     try:
-        return engine.add(list(job.prompt), params, namespace=Namespace(salt=f"lab/{job.id}"))
+        return engine.add(list(job.prompt), job.params, namespace=space)
     except RequestError as error:
         raise RequestError(f"prompt {job.id}: {error}", param=error.param) from None
 
@@ -127,6 +163,10 @@ def _trace(job: Job, request: Request) -> Trace:
         finish_reason=str(request.finish_reason),
         steps=tuple(request.steps),
         cached_tokens=request.cached_tokens,
+        draft_hit_tokens=request.draft_use.hits,
+        draft_gap_tokens=sum(request.draft_use.gaps.values()),
+        recomputed_lookahead_tokens=request.draft_use.recomputed.get(LOOKAHEAD, 0),
+        recomputed_hole_tokens=request.draft_use.recomputed.get(HOLES, 0),
     )
 
 

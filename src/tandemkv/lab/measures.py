@@ -37,7 +37,11 @@ class Step(Protocol):
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished request. prompt, output: token ids; steps: its verify steps, in order."""
+    """One finished request. prompt, output: token ids; steps: its verify steps, in order.
+
+    draft_hit_tokens, draft_gap_tokens: draft rows that its claims found, and lacked for good.
+    recomputed_lookahead_tokens, recomputed_hole_tokens: target positions run for the drafter alone.
+    """
 
     id: str
     prompt: tuple[int, ...]
@@ -45,6 +49,10 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
     steps: tuple[Step, ...]
     cached_tokens: int = 0
+    draft_hit_tokens: int = 0
+    draft_gap_tokens: int = 0
+    recomputed_lookahead_tokens: int = 0
+    recomputed_hole_tokens: int = 0
 
     def offset(self, step: Step) -> int:
         """Index in the output of a step's anchor."""
@@ -113,12 +121,52 @@ def interval(
 
     Prompts are the unit: steps of one prompt depend on each other (Efron 1979, cluster form).
     """
-    if not tallies:
-        return (1.0, 1.0)
+    return _bootstrap(tallies, lambda drawn: total(drawn).al, (1.0, 1.0), confidence, draws, seed)
+
+
+Paired = tuple[Tally, Tally]
+"""Two runs of one prompt."""
+
+
+def ratio(pairs: Sequence[Paired]) -> float:
+    """Pooled AL of the first runs over that of the second runs."""
+    return total(mine for mine, _ in pairs).al / total(other for _, other in pairs).al
+
+
+def ratio_interval(
+    pairs: Sequence[Paired], *, confidence: float = 0.95, draws: int = 2000, seed: int = 0
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of `ratio`, resampling prompts with both of their runs."""
+    return _bootstrap(pairs, ratio, (1.0, 1.0), confidence, draws, seed)
+
+
+def difference(pairs: Sequence[Paired]) -> float:
+    """Pooled AL of the first runs less that of the second runs."""
+    return total(mine for mine, _ in pairs).al - total(other for _, other in pairs).al
+
+
+def difference_interval(
+    pairs: Sequence[Paired], *, confidence: float = 0.95, draws: int = 2000, seed: int = 0
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of `difference`, resampling prompts with both of their runs."""
+    return _bootstrap(pairs, difference, (0.0, 0.0), confidence, draws, seed)
+
+
+def _bootstrap(
+    units: Sequence[T],
+    f: Callable[[Sequence[T]], float],
+    empty: tuple[float, float],
+    confidence: float,
+    draws: int,
+    seed: int,
+) -> tuple[float, float]:
+    """Percentile interval of f over `draws` resamples of the units."""
+    if not units:
+        return empty
     rng = random.Random(seed)
-    als = sorted(total(rng.choices(tallies, k=len(tallies))).al for _ in range(draws))
+    found = sorted(f(rng.choices(units, k=len(units))) for _ in range(draws))
     low = int((1 - confidence) / 2 * draws)
-    return als[low], als[draws - 1 - low]
+    return found[low], found[draws - 1 - low]
 
 
 def acceptance_by_position(traces: Iterable[Trace], *, cut_loops: bool = False) -> list[float]:

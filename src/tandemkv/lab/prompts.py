@@ -155,6 +155,10 @@ class PromptTokens:
         """The prompt of messages that end with a user's."""
         return self._encode(self._render(messages))
 
+    def length(self, text: str) -> int:
+        """How many tokens a text has by itself."""
+        return len(self._encode(text))
+
     def second(
         self, conversation: Conversation, prompt: Sequence[int], output: Sequence[int]
     ) -> list[int] | None:

@@ -6,7 +6,7 @@ lacks is printed as "-".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,12 +14,17 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tandemkv.lab.acceptance import WITHHELD
+from tandemkv.lab.comparison import Difference, differences, unequal
 from tandemkv.lab.measures import OutputCheck
+from tandemkv.lab.options import EVICTED, WITHHELD
 from tandemkv.lab.provenance import SCHEMA, provenance
 from tandemkv.lab.rows import MIN_STEPS, Row, failures
 
-_NAMES = {"second_turn": "second turn", WITHHELD: "warm, rows withheld"}
+_NAMES = {
+    "second_turn": "second turn",
+    EVICTED: "branches, evicted",
+    WITHHELD: "warm, rows withheld",
+}
 MIN_WIDTH = 118
 MAX_DIVERGENCES = 10
 """Outputs told one by one for a path; the JSON file has them all."""
@@ -37,15 +42,20 @@ def path_name(path: str) -> str:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Two tables for each drafter: how well each path drafts, and where its rows came from."""
+    """For each drafter, how well each path drafts, where its rows came from, and its branches."""
     drafters = dict.fromkeys(row.drafter for row in rows)
-    of = {name: [row for row in rows if row.drafter == name] for name in drafters}
-    return [table(name, of[name]) for name in of for table in (_acceptance_table, _cache_table)]
+    out: list[Table] = []
+    for name in drafters:
+        mine = [row for row in rows if row.drafter == name]
+        title = f"{name}, K {mine[0].num_draft_tokens}"
+        out += [_acceptance_table(title, mine), _cache_table(title, mine)]
+        out += [_branch_table(title, row) for row in mine if row.branches]
+    return out
 
 
-def _acceptance_table(drafter: str, rows: Sequence[Row]) -> Table:
+def _acceptance_table(title: str, rows: Sequence[Row]) -> Table:
     table = _table(
-        f"{drafter}: acceptance by path",
+        f"{title}: acceptance by path",
         *("AL", "95 %", "of cold", "same drafts", "ties", "steps", "output", "tok/s", "plain"),
     )
     for row in rows:
@@ -54,9 +64,9 @@ def _acceptance_table(drafter: str, rows: Sequence[Row]) -> Table:
             path_name(row.path),
             f"{row.al:.2f}",
             f"{low:.2f}-{high:.2f}",
-            _number(row.al_ratio_to_cold, ".3f"),
-            f"{row.steps_equal}/{row.steps_compared}",
-            str(row.ties),
+            _ratio(row),
+            "-" if row.sampled else f"{row.steps_equal}/{row.steps_compared}",
+            "-" if row.sampled else str(row.ties),
             str(row.steps),
             _output(row),
             f"{row.tokens_per_s:.1f}",
@@ -66,10 +76,10 @@ def _acceptance_table(drafter: str, rows: Sequence[Row]) -> Table:
     return table
 
 
-def _cache_table(drafter: str, rows: Sequence[Row]) -> Table:
+def _cache_table(title: str, rows: Sequence[Row]) -> Table:
     table = _table(
-        f"{drafter}: draft rows in tokens, and the share of steps that accept draft 1, 2, ...",
-        *("cached", "draft hit", "draft gap", "recomputed", "row error", "accepted at"),
+        f"{title}: tokens reused, and positions that the target ran again for the drafter",
+        *("cached", "draft hit", "draft gap", "lookahead", "holes", "row error", "accepted at"),
     )
     for row in rows:
         table.add_row(
@@ -77,10 +87,33 @@ def _cache_table(drafter: str, rows: Sequence[Row]) -> Table:
             str(row.cached_tokens),
             str(row.draft_hit_tokens),
             str(row.draft_gap_tokens),
-            str(row.recomputed_target_tokens),
+            str(row.recomputed_lookahead_tokens),
+            str(row.recomputed_hole_tokens),
             _number(row.draft_row_error, ".0e"),
             " ".join(f"{share:.2f}" for share in row.acceptance_by_position) or "-",
             style="yellow" if row.fault else None,
+        )
+    return table
+
+
+def _branch_table(title: str, row: Row) -> Table:
+    table = _table(
+        f"{title}: {path_name(row.path)}, in the order in which they ran",
+        *("prompt", "cached", "draft hit", "draft gap", "lookahead", "holes"),
+        *("AL", "cold AL", "same drafts"),
+    )
+    for branch in row.branches:
+        table.add_row(
+            branch.id,
+            str(branch.prompt_tokens),
+            str(branch.cached_tokens),
+            str(branch.draft_hit_tokens),
+            str(branch.draft_gap_tokens),
+            str(branch.recomputed_lookahead_tokens),
+            str(branch.recomputed_hole_tokens),
+            f"{branch.al:.2f}",
+            f"{branch.al_cold:.2f}",
+            "-" if row.sampled else f"{branch.steps_equal}/{branch.steps_compared}",
         )
     return table
 
@@ -97,7 +130,16 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
+def _ratio(row: Row) -> str:
+    if row.al_ratio_to_cold is None or row.al_ratio_interval is None:
+        return _number(row.al_ratio_to_cold, ".3f")
+    low, high = row.al_ratio_interval
+    return f"{row.al_ratio_to_cold:.3f} ({low:.2f}-{high:.2f})"
+
+
 def _output(row: Row) -> str:
+    if row.sampled:
+        return "sampled"
     if row.output_equal is None:
         return "-"
     if row.output_equal:
@@ -122,12 +164,54 @@ def sentences(rows: Sequence[Row]) -> list[str]:
                 " without a drafter."
             )
         out += [_parted(row, check) for check in row.divergences[:MAX_DIVERGENCES]]
+        out += _branched(row)
         if row.fault and path not in (WITHHELD, "cold"):
             out.append(
                 f"With the fault {row.fault}, {drafter} drafts at"
                 f" {_number(row.al_ratio_to_cold, '.1%')} of the cold AL on path {path_name(path)}."
             )
+    out += [_compared(found) for found in differences(rows)]
+    if ks := unequal(rows):
+        out.append(
+            f"Drafters are compared at equal K alone, here {_listed(ks)}; --num-draft-tokens gives"
+            " all of them the same."
+        )
     return out
+
+
+def _branched(row: Row) -> list[str]:
+    """What the first branch paid, and what the later ones did."""
+    if not row.branches:
+        return []
+    first, *later = row.branches
+    if not first.fork_context:
+        return []
+    again = sum(branch.recomputed_hole_tokens for branch in later)
+    out = [
+        f"{row.drafter}, {path_name(row.path)}: for draft rows that were gone, the first branch ran"
+        f" {first.recomputed_hole_tokens} positions again, of {first.fork_context} that the drafter"
+        f" reads there, and the {len(later)} later ones {again}."
+    ]
+    if free := sum(not branch.needed for branch in row.branches):
+        out.append(
+            f"{free} of these {len(row.branches)} read no draft row before the fork: the rest of"
+            " their prompt is longer than the drafter's window."
+        )
+    return out
+
+
+def _compared(found: Difference) -> str:
+    (a, b), (al_a, al_b), (low, high) = found.drafters, found.als, found.interval
+    said = "a difference" if found.differs else "no difference"
+    return (
+        f"At K {found.num_draft_tokens}, cold, on {found.prompts} prompts: {a} {al_a:.2f},"
+        f" {b} {al_b:.2f}: {said}, {found.difference:+.2f} with a 95 % interval of {low:+.2f} to"
+        f" {high:+.2f}."
+    )
+
+
+def _listed(ks: Mapping[str, int]) -> str:
+    return ", ".join(f"{drafter} {k}" for drafter, k in ks.items())
 
 
 def _parted(row: Row, check: OutputCheck) -> str:
@@ -139,6 +223,13 @@ def _parted(row: Row, check: OutputCheck) -> str:
 
 
 def _loss(warm: Row, withheld: Row) -> str:
+    """What a cache costs that forgets the drafter; sampled, if the interval says that it does."""
+    _, high = withheld.al_ratio_interval or (0.0, 0.0)
+    if withheld.al >= warm.al or high >= 1.0:
+        return (
+            f"Without its rows of the reused prompt {warm.drafter} loses nothing here:"
+            f" {warm.al:.2f} with them, {withheld.al:.2f} without."
+        )
     same = " while the text stays the same" if withheld.output_equal else ""
     return (
         f"Take the drafter's rows of the reused prompt away, as a cache that forgets the drafter"
@@ -149,20 +240,25 @@ def _loss(warm: Row, withheld: Row) -> str:
 
 def verdict(rows: Sequence[Row], *, judged: bool = True) -> tuple[bool, str]:
     """Whether parity held, and one line that says so or names the first path that broke it."""
-    problems = failures(rows)
-    if not judged:
+    if problems := failures(rows, exact=judged):
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        return False, f"parity broken: {problems[0]}{more}"
+    sampled = any(row.sampled for row in rows)
+    if not judged and not sampled:
         return (
             True,
             "Parity is judged in float32 alone: rounding may turn drafts at lower precision.",
         )
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        return False, f"parity broken: {problems[0]}{more}"
     checked = [row for row in rows if row.fault is None and row.path != "cold"]
     if any(row.fault and row.path != WITHHELD for row in rows):
         return True, "A fault was asked for, so parity is not judged."
     if not checked:
         return True, "No path was compared with a cold run."
+    if sampled:
+        return True, (
+            f"Parity held on {_paths(len(checked))}: the interval of AL over the fresh run's"
+            " contains 1. Outputs are drawn anew on each path and are not compared."
+        )
     steps = sum(row.steps_compared for row in checked)
     ties = sum(row.ties for row in checked)
     note = (
@@ -170,7 +266,11 @@ def verdict(rows: Sequence[Row], *, judged: bool = True) -> tuple[bool, str]:
         if steps >= MIN_STEPS
         else f"; a full check takes {MIN_STEPS} steps (--limit, --max-tokens)"
     )
-    return True, f"Parity held on {len(checked)} paths, {steps} steps, ties: {ties}{note}."
+    return True, f"Parity held on {_paths(len(checked))}, {steps} steps, ties: {ties}{note}."
+
+
+def _paths(count: int) -> str:
+    return f"{count} path{'s' if count != 1 else ''}"
 
 
 def document(
@@ -184,4 +284,5 @@ def document(
         "schema": SCHEMA,
         "provenance": origin,
         "rows": [msgspec.to_builtins(row) for row in rows],
+        "comparisons": [msgspec.to_builtins(found) for found in differences(rows)],
     }

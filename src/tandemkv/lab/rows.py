@@ -1,7 +1,8 @@
 """The report's lines: a drafter on a path, beside its cold run and plain decoding; and the verdict.
 
-Law: a line is a function of finished runs and of the cache's counters; parity is judged by the
-limits below, and only where no fault was asked for. This module runs nothing.
+Law: a line is a function of finished runs; parity is judged by the limits below, and only where no
+fault was asked for. Greedy, drafts and outputs are compared step by step; sampled, outputs differ
+by design, and the ratio of acceptance lengths is judged by its interval. This module runs nothing.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from tandemkv.lab import branches as branching
 from tandemkv.lab import measures
+from tandemkv.lab.branches import Branch
 from tandemkv.lab.experiments import Run, row_error
-from tandemkv.lab.measures import Agreement
+from tandemkv.lab.measures import Agreement, Tally
 
 MIN_AGREEMENT = 0.999
 MAX_TIES = 0.002
@@ -21,16 +24,37 @@ MAX_ROW_ERROR = 1e-4
 MIN_STEPS = 2000
 
 
+class PromptTally(msgspec.Struct, frozen=True):
+    """One prompt's verify steps with a draft, and the drafts accepted in them."""
+
+    id: str
+    steps: int
+    accepted: int
+
+    @property
+    def tally(self) -> Tally:
+        return Tally(self.steps, self.accepted)
+
+
 class Row(msgspec.Struct, kw_only=True):
-    """One line of the report: a drafter on a path. The names are the JSON file's."""
+    """One line of the report: a drafter on a path. The names are the JSON file's.
+
+    al_ratio_to_cold: on the part where the outputs are equal; sampled, of all steps, and
+    al_ratio_interval is its interval over prompts. recomputed_lookahead_tokens and
+    recomputed_hole_tokens: target positions run for the drafter alone, as the cache counts them;
+    recomputed_target_tokens: the same as rows that the target ran too many.
+    """
 
     drafter: str
     path: str
+    num_draft_tokens: int
     prompts: int
     steps: int
     al: float
     al_interval: tuple[float, float]
     al_ratio_to_cold: float | None
+    al_ratio_interval: tuple[float, float] | None = None
+    sampled: bool = False
     draft_agreement: float | None
     output_equal: bool | None
     acceptance_by_position: list[float]
@@ -38,6 +62,8 @@ class Row(msgspec.Struct, kw_only=True):
     draft_hit_tokens: int
     draft_gap_tokens: int
     recomputed_target_tokens: int
+    recomputed_lookahead_tokens: int
+    recomputed_hole_tokens: int
     transferred_bytes: int = 0
     tokens_per_s: float
     tokens_per_s_plain: float | None
@@ -51,22 +77,9 @@ class Row(msgspec.Struct, kw_only=True):
     suspensions: int
     draft_row_error: float | None
     fault: str | None = None
+    by_prompt: list[PromptTally] = []
+    branches: list[Branch] = []
     divergences: list[measures.OutputCheck] = []
-
-
-class Counters(msgspec.Struct, frozen=True):
-    """What the cache counted, summed over draft groups and reasons; differences are a phase's."""
-
-    draft_hit_tokens: int = 0
-    draft_gap_tokens: int = 0
-    recomputed_target_tokens: int = 0
-
-    def __sub__(self, other: Counters) -> Counters:
-        return Counters(
-            self.draft_hit_tokens - other.draft_hit_tokens,
-            self.draft_gap_tokens - other.draft_gap_tokens,
-            self.recomputed_target_tokens - other.recomputed_target_tokens,
-        )
 
 
 def make_row(
@@ -75,34 +88,52 @@ def make_row(
     done: Run,
     cold: Run,
     plain: Run | None,
-    counted: Counters,
     *,
+    num_draft_tokens: int,
     cut_loops: bool = False,
+    sampled: bool = False,
     fault: str | None = None,
+    branches: list[Branch] | None = None,
 ) -> Row:
     """A line from a path's run, its cold reference and plain decoding of the same prompts."""
-    tallies = [measures.tally(trace, cut_loops=cut_loops) for trace in done.traces]
+    traces = done.traces
+    tallies = [measures.tally(trace, cut_loops=cut_loops) for trace in traces]
     pooled = measures.total(tallies)
-    agreement = sum(measures.pair(done.traces, cold.traces, measures.compare), Agreement())
-    checks = measures.pair(done.traces, plain.traces, measures.check_output) if plain else []
+    agreement, checks, ratio, interval = Agreement(), [], None, None
+    if not sampled:
+        agreement = sum(measures.pair(traces, cold.traces, measures.compare), agreement)
+        checks = measures.pair(traces, plain.traces, measures.check_output) if plain else []
+        ratio = agreement.al_ratio
+    elif done is not cold:
+        pairs = measures.pair(
+            traces,
+            cold.traces,
+            lambda *both: tuple(measures.tally(trace, cut_loops=cut_loops) for trace in both),
+        )
+        ratio, interval = measures.ratio(pairs), measures.ratio_interval(pairs)
     return Row(
         drafter=drafter,
         path=path,
-        prompts=len(done.traces),
+        num_draft_tokens=num_draft_tokens,
+        prompts=len(traces),
         steps=pooled.steps,
         al=pooled.al,
         al_interval=measures.interval(tallies),
-        al_ratio_to_cold=agreement.al_ratio,
+        al_ratio_to_cold=ratio,
+        al_ratio_interval=interval,
+        sampled=sampled,
         draft_agreement=agreement.share,
-        output_equal=all(check.equal for check in checks) if plain else None,
-        acceptance_by_position=measures.acceptance_by_position(done.traces, cut_loops=cut_loops),
-        acceptance_by_step=measures.acceptance_by_step(done.traces, cut_loops=cut_loops),
-        draft_hit_tokens=counted.draft_hit_tokens,
-        draft_gap_tokens=counted.draft_gap_tokens,
-        recomputed_target_tokens=counted.recomputed_target_tokens,
+        output_equal=all(check.equal for check in checks) if plain and not sampled else None,
+        acceptance_by_position=measures.acceptance_by_position(traces, cut_loops=cut_loops),
+        acceptance_by_step=measures.acceptance_by_step(traces, cut_loops=cut_loops),
+        draft_hit_tokens=sum(trace.draft_hit_tokens for trace in traces),
+        draft_gap_tokens=sum(trace.draft_gap_tokens for trace in traces),
+        recomputed_target_tokens=done.recomputed_target_tokens,
+        recomputed_lookahead_tokens=sum(trace.recomputed_lookahead_tokens for trace in traces),
+        recomputed_hole_tokens=sum(trace.recomputed_hole_tokens for trace in traces),
         tokens_per_s=done.tokens_per_s,
         tokens_per_s_plain=plain.tokens_per_s if plain else None,
-        cached_tokens=sum(trace.cached_tokens for trace in done.traces),
+        cached_tokens=sum(trace.cached_tokens for trace in traces),
         steps_compared=agreement.compared,
         steps_equal=agreement.equal,
         ties=agreement.ties,
@@ -112,30 +143,55 @@ def make_row(
         suspensions=done.num_suspensions,
         draft_row_error=row_error(done, cold) if done is not cold else None,
         fault=fault,
+        by_prompt=[
+            PromptTally(trace.id, tally.steps, tally.accepted)
+            for trace, tally in zip(traces, tallies, strict=True)
+        ],
+        branches=branches or [],
         divergences=[check for check in checks if not check.equal],
     )
 
 
-def failures(rows: Sequence[Row]) -> list[str]:
+def failures(rows: Sequence[Row], *, exact: bool = True) -> list[str]:
     """What breaks parity, one sentence each, naming the path. Rows with a fault are not judged.
 
     A single disagreement fails a short run: where draft agreement is under MIN_AGREEMENT, or the
-    common part's AL is out of RATIO_LIMITS, or a row is further than MAX_ROW_ERROR off.
+    common part's AL is out of RATIO_LIMITS, or a row is further than MAX_ROW_ERROR off. A sampled
+    path fails where the interval of its ratio does not contain 1. exact: whether the run was in
+    float32, without which step by step nothing is judged.
     """
-    return [problem for row in rows if row.fault is None for problem in _problems(row)]
+    return [
+        f"{row.drafter}, path {row.path}: {problem}"
+        for row in rows
+        if row.fault is None
+        for problem in _problems(row, exact)
+    ]
 
 
-def _problems(row: Row) -> Iterator[str]:
-    where = f"{row.drafter}, path {row.path}"
+def _problems(row: Row, exact: bool) -> Iterator[str]:
+    low, high = row.al_ratio_interval or (1.0, 1.0)
+    if row.sampled and not low <= 1.0 <= high:
+        yield (
+            f"AL is {row.al_ratio_to_cold:.3f} of the fresh run's, and the 95 % interval"
+            f" {low:.3f} to {high:.3f} does not contain 1"
+        )
+    yield from branching.problems(row.branches)
+    if exact:
+        yield from _inexact(row)
+
+
+def _inexact(row: Row) -> Iterator[str]:
+    """What differs, beyond float rounding, from the cold run and from plain decoding."""
     if row.draft_agreement is not None and row.draft_agreement < MIN_AGREEMENT:
         differ = row.steps_compared - row.steps_equal
-        yield f"{where}: drafts differ from the cold run at {differ} of {row.steps_compared} steps"
+        yield f"drafts differ from the cold run at {differ} of {row.steps_compared} steps"
     low, high = RATIO_LIMITS
-    if row.al_ratio_to_cold is not None and not low <= row.al_ratio_to_cold <= high:
-        yield f"{where}: AL is {row.al_ratio_to_cold:.4f} of the cold run's"
+    ratio = None if row.sampled else row.al_ratio_to_cold
+    if ratio is not None and not low <= ratio <= high:
+        yield f"AL is {ratio:.4f} of the cold run's"
     if row.ties > max(2, MAX_TIES * (row.steps_compared + row.ties)):
-        yield f"{where}: {row.ties} ties in {row.steps_compared + row.ties} steps"
+        yield f"{row.ties} ties in {row.steps_compared + row.ties} steps"
     if row.draft_row_error is not None and row.draft_row_error > MAX_ROW_ERROR:
-        yield f"{where}: a draft row is {row.draft_row_error:.1e} of its norm off the cold run's"
+        yield f"a draft row is {row.draft_row_error:.1e} of its norm off the cold run's"
     if row.output_different:
-        yield f"{where}: {row.output_different} outputs differ from plain decoding"
+        yield f"{row.output_different} outputs differ from plain decoding"
