@@ -39,6 +39,13 @@ LAYOUTS = {
     "mtp": layout(group("t", T, 4), group("d", D, 4, lookahead=2)),
     "mtp_window": layout(group("t", T, 4), group("d", D, 1, 5, lookahead=2)),
     "block_drafter": layout(group("t", T, 4), group("d", D, 2, 6, pointwise=True)),
+    "block_drafter_wide": layout(group("t", T, 8), group("d", D, 2, 9, pointwise=True), block=8),
+    "block_drafters": layout(
+        group("t", T, 8),
+        group("a", D, 8, pointwise=True),
+        group("b", D, 1, 3, pointwise=True),
+        block=8,
+    ),
     "eagle_window": layout(group("t", T, 2), group("d", D, 4, 3, lookahead=1, pointwise=True)),
     "draft_model": layout(group("t", T, 4), group("d", D, 4, rebuild_from=TOKENS)),
     "draft_model_window": layout(group("t", T, 4), group("d", D, 2, 5, rebuild_from=TOKENS)),

@@ -91,6 +91,36 @@ def draft_model_layout() -> Layout:
     )
 
 
+def block_drafter_layout(
+    window: int | None = 5, *, block: int = 4, target_page: int = 4, draft_page: int = 1
+) -> Layout:
+    """A target and a pointwise drafter that looks not ahead and not far back."""
+    return Layout(
+        block_size=block,
+        groups=(
+            group("target", domain=Domain.TARGET, page_size=target_page),
+            group(
+                "block", domain=Domain.DRAFT, page_size=draft_page, window=window, pointwise=True
+            ),
+        ),
+    )
+
+
+def two_drafts_layout(window: int = 5, *, block: int = 4, draft_page: int = 1) -> Layout:
+    """Unequal pages in four groups: a sliding target, and draft groups with and without window."""
+    return Layout(
+        block_size=block,
+        groups=(
+            group("full", domain=Domain.TARGET, page_size=block),
+            group("near", domain=Domain.TARGET, page_size=2, window=6),
+            group("all", domain=Domain.DRAFT, page_size=block, pointwise=True),
+            group(
+                "block", domain=Domain.DRAFT, page_size=draft_page, window=window, pointwise=True
+            ),
+        ),
+    )
+
+
 def target_layout() -> Layout:
     """No drafter."""
     return Layout(block_size=4, groups=(group("target", domain=Domain.TARGET),))
@@ -144,9 +174,13 @@ class FakeModel:
         final = segment.start + 1 + result.num_accepted if segment.verify else segment.stop
         tokens = [*seq.tokens, *result.tokens]
         missing = 0
+        proposes = segment.num_propose and (result.tokens or not segment.samples)
         for g in self.layout.draft_groups:
-            missing += self._context_pass(segment, g, tokens, final)
-        if segment.num_propose and (result.tokens or not segment.samples):
+            gaps = self._context_pass(segment, g, tokens, final)
+            missing += sum(b - a for a, b in gaps)
+            if proposes:
+                self._check_gaps(segment, g, gaps, final)
+        if proposes:
             result.drafts = self._propose(segment, tokens, missing)
         return result
 
@@ -164,8 +198,10 @@ class FakeModel:
             for slot in range(low, position + 1):
                 self._read(segment, g, slot, known)
 
-    def _context_pass(self, segment: Segment, g: int, tokens: list[int], final: int) -> int:
-        """Write the draft rows that are asked for; how many of the needed slots cannot be read."""
+    def _context_pass(
+        self, segment: Segment, g: int, tokens: list[int], final: int
+    ) -> list[tuple[int, int]]:
+        """Write the draft rows that are asked for; which of the needed slots cannot be read."""
         spec = self.layout.groups[g]
         for a, b in segment.write[g]:
             for slot in range(a, min(b, final + spec.lookahead)):
@@ -174,11 +210,25 @@ class FakeModel:
         readable = segment.seq.coverage[g].copy()
         for a, b in segment.write[g]:
             readable.add(a, min(b, final + spec.lookahead))
-        low, stop = spec.first_needed(final), final + spec.lookahead
+        back = final if spec.window is None else spec.window - 1  # said again: it is the judge
+        low, stop = max(spec.lookahead, final - back), final + spec.lookahead
         for a, b in readable.within(low, stop):
             for slot in range(a, b):
                 self._read(segment, g, slot, tokens)
-        return sum(b - a for a, b in readable.missing(low, stop))
+        return readable.missing(low, stop)
+
+    def _check_gaps(
+        self, segment: Segment, g: int, gaps: list[tuple[int, int]], final: int
+    ) -> None:
+        """A slot that is lacking was masked with a reason, or this pass writes no draft rows."""
+        ahead = self.layout.groups[g].lookahead
+        named = SpanSet((a, b) for a, b, _ in segment.seq.masks[g])
+        if not segment.write[g]:
+            named.add(segment.start + ahead, final + ahead)
+        for a, b in gaps:
+            assert not named.missing(a, b), (
+                f"{segment.request.id}: slots [{a}, {b}) of group {g} are missing without a reason"
+            )
 
     def _propose(self, segment: Segment, tokens: list[int], missing: int) -> list[int]:
         path = list(tokens)

@@ -96,6 +96,17 @@ def test_the_first_branch_pays_a_window_at_most_and_the_later_ones_nothing(
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_a_short_tail_finds_what_a_longer_one_filled(page: int) -> None:
+    """A tail of 12 needs 3 slots before the branch, a tail of one all 15."""
+    driver = with_room(block_drafter(page, 16))
+    prefix = system(64)
+    ask(driver, [*prefix, 100])
+    lose_draft_rows(driver)
+    plans = [ask(driver, [*prefix, *tail]).plan for tail in (range(200, 212), [300], [301, 302])]
+    assert [plan.recomputed[HOLES] for plan in plans] == [15, 0, 0]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_a_cold_run_publishes_the_branch_point_itself(page: int) -> None:
     driver = with_room(block_drafter(page, 16))
     prefix, ends = system(69), tails()
@@ -323,6 +334,7 @@ def test_a_live_sequence_holds_its_window_whatever_the_context(
     at_most = -(-(window + k + chunk + 2 * BLOCK) // page)
     prompt = [i % 97 for i in range(context)]
     cold = Walk(manager, prompt, chunk, k).run()
+    warm = Walk(manager, [*prompt, 98, 99], chunk, k).run()  # the tree has every draft row
     manager._make_room(1, manager.pools[1].total)
     filler = Walk(manager, [*prompt, 100, 101], chunk, k)
     assert filler.plan.recomputed[HOLES] == window - 1
@@ -331,7 +343,7 @@ def test_a_live_sequence_holds_its_window_whatever_the_context(
     assert hit.plan.recomputed[HOLES] == 0
     needed = chosen.groups[1].first_needed(context) // BLOCK * BLOCK
     assert all(page == NO_PAGE for page in hit.seq.pages[1][: needed // page])
-    for walk in (cold, filler, hit.run()):
+    for walk in (cold, warm, filler, hit.run()):
         assert walk.at_claim <= at_claim
         assert walk.charged <= 2 * at_claim  # copies hold their sources until they are made
         assert walk.peak <= at_most

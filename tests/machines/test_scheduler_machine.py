@@ -14,16 +14,27 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduling import (
     Rig,
+    block_drafter_layout,
     draft_model_layout,
     eagle_layout,
     target_layout,
+    two_drafts_layout,
     windowed_layout,
 )
 
 from tandemkv.base.errors import RequestError
 from tandemkv.sched.request import Request, RequestState
 
-LAYOUTS = [eagle_layout, windowed_layout, draft_model_layout, target_layout]
+LAYOUTS = st.one_of(
+    st.sampled_from([eagle_layout(), windowed_layout(), draft_model_layout(), target_layout()]),
+    st.builds(
+        block_drafter_layout,
+        st.sampled_from([1, 3, 5, 8, 12, None]),
+        block=st.sampled_from([4, 8]),
+        draft_page=st.sampled_from([1, 2, 4]),
+    ),
+    st.builds(two_drafts_layout, st.sampled_from([1, 5, 9]), draft_page=st.sampled_from([1, 4])),
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -32,7 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     rig: Rig
 
     @initialize(
-        layout=st.sampled_from(LAYOUTS),
+        layout=LAYOUTS,
         slots=st.integers(24, 80),
         vocab=st.sampled_from([2, 3, 11]),
         accept=st.sampled_from([0, 128, 256]),
@@ -43,12 +54,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         patience=st.sampled_from([1, 3, 64]),
     )
     def start(self, layout, slots, vocab, accept, k, budget, running, chunk, patience):
-        groups = layout().groups
+        groups = layout.groups
         windows = 64  # slots that a windowed group needs for one request, with room to spare
         pages = [max(slots, windows if g.window else 0) // g.page_size for g in groups]
         self.k = k if len(groups) > 1 else 0
         self.rig = Rig(
-            layout(),
+            layout,
             pages,
             vocab=vocab,
             accept=accept,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from driving import LAYOUTS, random_walk
-from kv import test_coverage, test_keys, test_manager, test_publish
+from kv import test_branch_points, test_coverage, test_keys, test_manager, test_publish
 
 from tandemkv.base.errors import InvariantError
 from tandemkv.base.ids import NO_PAGE
@@ -493,6 +493,23 @@ def a_hole_is_filled_for_one_request_only(patch: Patch) -> None:
     patch.setattr(Publisher, "_publish_dirty", lambda self, seq: seq.dirty.clear())
 
 
+def a_hole_is_filled_for_this_requests_tail_only(patch: Patch) -> None:
+    def fill(original, self, g, a, b):
+        needed = self.layout.groups[g].first_needed(self.num_rows)
+        if needed < b:
+            original(self, g, max(a, needed), b)
+
+    around(patch, coverage._Holes, "_fill", fill)
+
+
+def a_claim_holds_what_lies_behind_the_window(patch: Patch) -> None:
+    patch.setattr(intent, "_lowest_slot", lambda layout, g, plan: 0)
+
+
+def the_length_is_reserved_in_a_windowed_group(patch: Patch) -> None:
+    patch.setattr(intent, "windowed_rows", lambda layout, group, end, rows: max(rows, end))
+
+
 def windowed_groups_are_charged_the_whole_length(patch: Patch) -> None:
     patch.setattr(Publisher, "slide", lambda self, seq, caching: None)
 
@@ -543,6 +560,20 @@ UNIT_FAULTS = [
     (
         a_hole_is_filled_for_one_request_only,
         test_publish.test_a_later_request_fills_the_hole_and_the_one_after_it_pays_nothing,
+    ),
+    (
+        a_hole_is_filled_for_this_requests_tail_only,
+        lambda: test_branch_points.test_a_short_tail_finds_what_a_longer_one_filled(4),
+    ),
+    (
+        a_claim_holds_what_lies_behind_the_window,
+        lambda: test_branch_points.test_a_live_sequence_holds_its_window_whatever_the_context(
+            1024, 4, 64
+        ),
+    ),
+    (
+        the_length_is_reserved_in_a_windowed_group,
+        lambda: test_branch_points.test_admission_charges_the_window_and_not_the_length(4),
     ),
     (
         windowed_groups_are_charged_the_whole_length,
