@@ -4,7 +4,7 @@
 
 Law: every answer, also an error, has the API's shape; no traceback leaves the process; the engine
 requests of a client that goes away, streaming or not, are aborted. No parameter is checked here and
-no choice written: openai.py, answers.py and generation.py do that.
+no choice written: openai.py, generation.py, reply.py and answers.py do that.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tandemkv.base.errors import RequestError
 from tandemkv.engine.background import AsyncEngine
 from tandemkv.serve import answers, chat, metrics
 from tandemkv.serve.address import bind
-from tandemkv.serve.answers import Envelope, Format, Json, Piece
+from tandemkv.serve.answers import Format, Json
 from tandemkv.serve.fields import Body, decode_body, flag, refuse_unknown, text
 from tandemkv.serve.generation import Generation
 from tandemkv.serve.openai import (
@@ -47,6 +47,7 @@ from tandemkv.serve.openai import (
     parse_completion,
     parse_tokens,
 )
+from tandemkv.serve.reply import Answer
 
 log = logging.getLogger("tandemkv")
 
@@ -58,7 +59,6 @@ ACCEPTING_S = 0.05
 FLUSH_S = 2.0
 CANCEL_AFTER_S = 3.0
 FORCED_CLOSE_S = 2.0
-DONE = b"data: [DONE]\n\n"
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ class Service:
             return_token_ids=ask.return_token_ids,
             token_bytes=self._token_bytes,
         )
-        answer = Answer(self, ask, generation, form, request_id)
+        answer = Answer(self.engine, ask, generation, form, request_id)
         await generation.start()
         if ask.stream:
             return EventStream(answer.events(), generation.abort)
@@ -148,90 +148,6 @@ class Service:
 
     def closing(self) -> None:
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
-
-
-class Answer:
-    """One Ask's answer, written whole or as events from the same pieces."""
-
-    def __init__(
-        self, service: Service, ask: Ask, generation: Generation, form: Format, request_id: str
-    ) -> None:
-        self._service = service
-        self._ask = ask
-        self._generation = generation
-        self._form = form
-        object = form.chunk_object if ask.stream else form.object
-        self._envelope = Envelope.new(request_id, object, service.limits.model)
-
-    async def whole(self) -> Json:
-        """The body of a response that is not streamed."""
-        whole = [self._opening(choice.index) for choice in self._generation.choices]
-        async for piece in self._generation.pieces():
-            sum_up = whole[piece.index]
-            sum_up.text += piece.text
-            sum_up.tokens += piece.tokens
-            sum_up.logprobs += piece.logprobs
-            sum_up.finish_reason = piece.finish_reason
-        return self._envelope.body(
-            [self._form.whole(piece) for piece in whole], usage=self._usage(), **self._metrics()
-        )
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events; an error after the start is an event too, and [DONE] comes last."""
-        try:
-            async for chunk in self._chunks():
-                yield _event(chunk)
-        except RequestError as error:
-            yield _event(answers.error_body(str(error), error.status, error.param))
-        except Exception:
-            log.exception("a stream failed")
-            yield _event(answers.error_body("internal error: see the server's log", 500))
-        yield DONE
-
-    async def _chunks(self) -> AsyncIterator[Json]:
-        extra: Json = {"usage": None} if self._ask.include_usage else {}
-        for choice in self._generation.choices:
-            opening = self._form.opening(self._opening(choice.index))
-            if opening is not None:
-                yield self._envelope.body([opening], **extra)
-        async for piece in self._generation.pieces():
-            reason, piece.finish_reason = piece.finish_reason, None
-            if self._form.says_something(piece):
-                yield self._envelope.body([self._form.delta(piece)], **extra)
-            if reason is not None:
-                end = self._form.delta(Piece(piece.index, finish_reason=reason))
-                yield self._envelope.body([end], **extra)
-        if self._ask.include_usage or self._ask.return_metrics:
-            usage = self._usage() if self._ask.include_usage else None
-            yield self._envelope.body([], usage=usage, **self._metrics())
-
-    def _opening(self, index: int) -> Piece:
-        """What stands before the first token: the prompt's ids and its text, if wanted."""
-        prompt = list(self._generation.choices[index].prompt)
-        piece = Piece(index, prompt_tokens=prompt if self._ask.return_token_ids else None)
-        if self._ask.echo:
-            source = self._ask.prompts[index // self._ask.n]
-            tokenizer = self._service.engine.tokenizer
-            piece.text = source if isinstance(source, str) else tokenizer.decode(source)
-        return piece
-
-    def _usage(self) -> Json:
-        return answers.usage(*self._generation.usage())
-
-    def _metrics(self) -> Json:
-        if not self._ask.return_metrics:
-            return {}
-        engine_k = self._service.engine.engine.plan.num_draft_tokens
-        asked_k = self._ask.params.num_draft_tokens
-        k = engine_k if asked_k is None else min(asked_k, engine_k)
-        use = self._generation.draft_use()
-        draft_kv = {
-            "hit_tokens": use.hits,
-            "gap_tokens": use.gaps,
-            "target_recomputed_tokens": use.recomputed,
-        }
-        drafts = self._generation.acceptance(k).body()
-        return {"metrics": {"speculative_decoding": drafts, "draft_kv": draft_kv}}
 
 
 class EventStream(Response):
@@ -521,10 +437,6 @@ def run_server(
         print(f"finishing {requests}; press Ctrl-C again to stop now", file=sys.stderr, flush=True)
 
     HttpServer(engine, address, grace_s=grace_s).run(ready, stopping)
-
-
-def _event(body: Json) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 def _json(body: Json, status: int = 200) -> Response:
