@@ -36,7 +36,8 @@ def line(kind: str, target: Path, out: Path, data: Path, *more: str) -> list[str
         "--head-rows", "100", "--head-random", "30", "--num-draft-tokens", "5",
         "--max-new-tokens", "12", "--evaluate-limit", "2", "--draft-vocab-rows", "64",
         "--num-layers", "2", "--window", str(WINDOW), "--anchors", "256", "--device", "cpu",
-        "--quiet", *(("--markov-rank", "6") if kind == "dspark" else ()), *more,
+        "--quiet", "--init", "target", "--lr", "0.004",
+        *(("--markov-rank", "6") if kind == "dspark" else ()), *more,
     ]  # fmt: skip
 
 
@@ -247,7 +248,7 @@ def test_tables_and_the_confidence_head_are_kept_from_muon_and_from_the_clip(tea
 
 
 def test_a_start_from_the_target_is_its_last_layers(teacher):
-    options = DFlashOptions(out="x", steps=1, num_layers=2)
+    options = DFlashOptions(out="x", steps=1, num_layers=2, init="target")
     trainee = run.method_of(options).build(options, teacher)
     for ours, theirs in zip(trainee.layers, teacher.layers[-2:], strict=True):
         assert torch.equal(ours.self_attn.q_proj.weight, theirs.self_attn.q_proj.weight)

@@ -104,11 +104,13 @@ def find_drafter(
 
 def method_of(path: str, cache_dir: str | None = None) -> str:
     """The method of a checkpoint directory or hub id: what its config.json says it is."""
-    from tandemkv.model.dflash_config import ARCHITECTURES
+    from tandemkv.model.dflash_config import ARCHITECTURES, parse_config
     from tandemkv.model.draft_checkpoint import read_config
 
-    classes = read_config(_directory("eagle3", path, cache_dir)).get("architectures") or ()
-    return next((ARCHITECTURES[name] for name in classes if name in ARCHITECTURES), "eagle3")
+    config = read_config(_directory("eagle3", path, cache_dir))
+    if any(name in ARCHITECTURES for name in config.get("architectures") or ()):
+        return parse_config(config, path).method
+    return "eagle3"
 
 
 def _eagle3(
@@ -149,7 +151,10 @@ def _block_drafter(method: str) -> Callable[..., Bind]:
 
         config, weights = read(_directory(method, path, cache_dir))
         if config.method != method:
-            raise ConfigError(f"{path}: is a {config.method} checkpoint, not {method}")
+            raise ConfigError(
+                f"{path or method}: is a {config.method} checkpoint, not {method}; ask for"
+                f" {config.method}"
+            )
         threshold = _share("confidence_threshold", options)
         return lambda target, dtype, device: DFlash(
             target,
@@ -288,7 +293,9 @@ def _fetch(hub_id: str, cache_dir: str | None) -> Path:
 
     try:
         found = snapshot_download(
-            hub_id, allow_patterns=["*.json", "*.safetensors", "*.bin"], cache_dir=cache_dir
+            hub_id,
+            allow_patterns=["*.json", "*.safetensors", "*.bin", "mask_embedding.pt"],
+            cache_dir=cache_dir,
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]

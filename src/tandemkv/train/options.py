@@ -161,15 +161,14 @@ class DFlashOptions(TrainOptions, frozen=True, kw_only=True):
     """Options of `train_dflash`. num_draft_tokens: drafts of one draft block, K, of the weights.
 
     num_layers: layers of the drafter. window: how far its attention reaches back, the query's own
-    token included. anchors: draft blocks that are trained per 1,024 tokens of a row. init: the
-    target's last layers, when it is the target's.
+    token included. anchors: draft blocks that are trained per 1,024 tokens of a row. init: target
+    copies the target's last layers; with muon a random start led after 30 s.
     """
 
     method: ClassVar[str] = "dflash"
     fixed: ClassVar[frozenset[str]] = frozenset({"num_draft_tokens"})
 
-    batch_tokens: int = 65536
-    init: str = "target"
+    lr: float = 8e-3
     num_draft_tokens: int = 7
     num_layers: int = 3
     window: int = 512
