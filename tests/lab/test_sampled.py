@@ -75,6 +75,8 @@ def test_the_report_shows_the_ratio_with_its_interval(sampled):
     low, high = warm.al_ratio_interval
     assert f"{warm.al_ratio_to_cold:.3f} ({low:.2f}-{high:.2f})" in text.get()
     assert "sampled" in text.get()
+    words = " ".join(report.sentences(sampled.rows))
+    assert f"{warm.al_ratio_to_cold:.3f} of the fresh run's, with a 95 % interval of" in words
     row = report.document(sampled.rows, options=sampled.options, resolved={})["rows"][1]
     assert row["al_ratio_interval"] == (low, high)
     assert row["sampled"]

@@ -69,7 +69,9 @@ def test_each_option_of_a_benchmark_is_explained(path):
     assert all(action.help for action in actions)
     for action in actions:
         if action.default not in (None, False):
-            assert "(default: %(default)s)" in action.help
+            several = isinstance(action.default, list)
+            shown = " ".join(map(str, action.default)) if several else "%(default)s"
+            assert f"(default: {shown})" in action.help
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)

@@ -110,7 +110,7 @@ def register(app: typer.Typer) -> None:
         "acceptance",
         *(*_ACCEPTANCE, MODEL, *engine),
         examples=(
-            "tandemkv acceptance --drafter eagle3,dflash,dspark --limit 8 --show-loss",
+            "tandemkv acceptance --drafter eagle3,dflash,dspark --limit 12 --show-loss",
             "tandemkv acceptance --preset gsm8k --drafter all --num-draft-tokens 7 --json k7.json",
             "tandemkv acceptance --drafter dspark --paths branches,branches_evicted",
             "tandemkv acceptance --temperature 1 --top-p 0.95 --verification block --show-loss",

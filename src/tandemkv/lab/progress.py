@@ -68,10 +68,10 @@ class BarProgress(Progress):
         if self._console.is_terminal:
             return
         task = self._bar.tasks[self._task]
-        seconds = time.perf_counter() - self._started
+        seconds, prompts = time.perf_counter() - self._started, task.fields["prompts"]
         self._say(
-            f"{task.description}: {task.fields['prompts']} prompts, {task.completed:.0f} tokens,"
-            f" {seconds:.1f} s"
+            f"{task.description}: {prompts} prompt{'s' if prompts != 1 else ''},"
+            f" {task.completed:.0f} tokens, {seconds:.1f} s"
         )
 
     def _say(self, line: str) -> None:

@@ -78,8 +78,9 @@ def _acceptance_table(title: str, rows: Sequence[Row]) -> Table:
 
 def _cache_table(title: str, rows: Sequence[Row]) -> Table:
     table = _table(
-        f"{title}: tokens reused, and positions that the target ran again for the drafter",
-        *("cached", "draft hit", "draft gap", "lookahead", "holes", "row error", "accepted at"),
+        f"{title}: tokens reused, positions run again for the drafter, steps that accept draft"
+        " 1, 2, ...",
+        *("cached", "draft hit", "draft gap", "lookahead", "holes", "row error", "accepted, %"),
     )
     for row in rows:
         table.add_row(
@@ -90,7 +91,7 @@ def _cache_table(title: str, rows: Sequence[Row]) -> Table:
             str(row.recomputed_lookahead_tokens),
             str(row.recomputed_hole_tokens),
             _number(row.draft_row_error, ".0e"),
-            " ".join(f"{share:.2f}" for share in row.acceptance_by_position) or "-",
+            " ".join(f"{share:.0%}".rstrip("%") for share in row.acceptance_by_position) or "-",
             style="yellow" if row.fault else None,
         )
     return table
@@ -165,6 +166,12 @@ def sentences(rows: Sequence[Row]) -> list[str]:
             )
         out += [_parted(row, check) for check in row.divergences[:MAX_DIVERGENCES]]
         out += _branched(row)
+        if row.al_ratio_interval is not None:
+            low, high = row.al_ratio_interval
+            out.append(
+                f"{drafter}, {path_name(path)}: sampled anew, AL is {row.al_ratio_to_cold:.3f} of"
+                f" the fresh run's, with a 95 % interval of {low:.3f} to {high:.3f}."
+            )
         if row.fault and path not in (WITHHELD, "cold"):
             out.append(
                 f"With the fault {row.fault}, {drafter} drafts at"
