@@ -35,7 +35,7 @@ class Running:
             with contextlib.suppress(KeyboardInterrupt):  # a stop that was forced
                 self.server.run(lambda _: ready.set())
 
-        self.thread = threading.Thread(target=run)
+        self.thread = threading.Thread(target=run, daemon=True)  # one that hangs ends with us
         self.thread.start()
         assert ready.wait(30), "the server did not start"
         self.http = httpx.Client(base_url=self.url, timeout=60)
