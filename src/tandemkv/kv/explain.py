@@ -16,6 +16,7 @@ from tandemkv.kv.sequence import Sequence
 
 class Provenance(StrEnum):
     COMPUTED = "computed"
+    RECEIVED = "received"
     REUSED = "reused"
     COPIED = "copied"
     MASKED = "masked"
@@ -54,6 +55,7 @@ def _explain_group(seq: Sequence, g: int) -> list[Interval]:
 
     origins = (
         (seq.written[g], Provenance.COMPUTED),
+        (seq.received[g], Provenance.RECEIVED),
         (seq.copied[g], Provenance.COPIED),
         (seq.taken[g], Provenance.REUSED),
     )

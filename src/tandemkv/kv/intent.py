@@ -96,10 +96,14 @@ def intend(
     rows: int,
     *,
     full_only: bool = False,
+    opens_at: int | None = None,
 ) -> Intent:
-    """Work out the pages of a claim; rows: target rows to make room for (at least plan.end)."""
+    """Work out the pages of a claim; rows: target rows to make room for (at least plan.end).
+
+    opens_at: n rows arrive from elsewhere, and a windowed group of them its last window alone.
+    """
     groups = [
-        _group_intent(layout, GroupId(g), found, coverage[g], plan, rows, full_only)
+        _group_intent(layout, GroupId(g), found, coverage[g], plan, rows, full_only, opens_at)
         for g in range(len(layout.groups))
     ]
     return Intent(found, plan, max(rows, plan.end), groups)
@@ -129,6 +133,13 @@ def _lowest_slot(layout: Layout, g: GroupId, plan: ClaimPlan) -> int:
     return low
 
 
+def _opening(layout: Layout, group: LayerGroup, n: int) -> int:
+    """First slot of windowed `group` that a sequence reads whose n rows come from elsewhere."""
+    if group.domain is Domain.TARGET:
+        return read_from(group, max(0, n - layout.lookahead))
+    return group.first_needed(n)
+
+
 def _planned_writes(
     group: LayerGroup, g: GroupId, covered: SpanSet, plan: ClaimPlan, low: int
 ) -> SpanSet:
@@ -153,11 +164,16 @@ def _group_intent(
     plan: ClaimPlan,
     rows: int,
     full_only: bool,
+    opens_at: int | None,
 ) -> GroupIntent:
     group, block = layout.groups[g], layout.block_size
     per_block = block // group.page_size
     blocks = -(-plan.end // block)
     first = min(_lowest_slot(layout, g, plan) // block, blocks)
+    room = windowed_rows(layout, group, plan.end, rows)
+    if opens_at is not None and group.window is not None:
+        first = max(first, _opening(layout, group, opens_at) // block)
+        blocks, room = max(blocks, first), rows
     planned = _planned_writes(group, g, covered, plan, first * block)
     out = GroupIntent(g, first, [], [], blocks * per_block, 0, planned, covered)
     low = max(first * block, group.lookahead)
@@ -168,8 +184,7 @@ def _group_intent(
             _place_block(layout, out, found, plan, b, full_only)
         if out.own and out.own[-1].block == blocks - 1:
             out.base = (blocks - 1) * per_block + out.own[-1].count
-    room = windowed_rows(layout, group, plan.end, rows) + group.lookahead
-    out.length = max(out.base, -(-room // group.page_size))
+    out.length = max(out.base, -(-(room + group.lookahead) // group.page_size))
     return out
 
 

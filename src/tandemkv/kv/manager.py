@@ -5,6 +5,7 @@ after each of them; a page is written by one sequence only, and read only where 
 Running out of pages is not an error: claim returns None, reserve returns False, and nothing has
 changed. This module moves no bytes: it says which pages to copy, and the runner copies them.
 
+    open -> copied -> (rows arrive) -> accept -> finish, then claimed as a resumed request
     match -> claim -> copied -> [ reserve -> (pass) -> append -> commit -> publish ]*
           -> finish | suspend | release
 """
@@ -21,7 +22,7 @@ from tandemkv.base.errors import ConfigError, InvariantError, RequestError
 from tandemkv.base.ids import NO_PAGE, GroupId, PageId, SeqId
 from tandemkv.base.spans import Span, SpanSet
 from tandemkv.kv.audit import check_manager
-from tandemkv.kv.coverage import ClaimCost, ClaimPlan, plan_claim
+from tandemkv.kv.coverage import ClaimCost, ClaimPlan, plan_claim, read_from
 from tandemkv.kv.explain import Interval, explain_sequence
 from tandemkv.kv.intent import GroupIntent, Intent, PageCopy, intend
 from tandemkv.kv.keys import TOKEN_BYTES, Namespace, pack_tokens, token_bytes
@@ -54,6 +55,7 @@ class _Ask(msgspec.Struct, frozen=True):
     expected_tokens: int
     dummy: bool
     use: DraftUse
+    arrives: bool = False
 
 
 class KVManager:
@@ -133,6 +135,56 @@ class KVManager:
         packed = pack_tokens(tokens)
         use = DraftUse() if use is None else use
         ask = _Ask(packed, namespace, num_rows, rows, resume, policy, expected_tokens, dummy, use)
+        return self._claim(ask, tokens, headroom)
+
+    def open(self, tokens: list[int], *, namespace: Namespace = Namespace()) -> Claim | None:
+        """Pages for the rows of all `tokens`, which another worker computes and writes here.
+
+        What the tree holds is taken as in a claim; a windowed group opens at its last window. The
+        rest stays uncovered until accept(). Not counted as a query. None: no room now.
+        RequestError if it can never fit.
+        """
+        num = len(tokens)
+        why = self.fits(num, 0) if tokens else "a hand-off needs at least one token"
+        if why:
+            raise RequestError(why, param="prompt")
+        ask = _Ask(
+            pack_tokens(tokens), namespace, num, num, True, "exact", 0, False, DraftUse(), True
+        )
+        claim = self._claim(ask, tokens, None)
+        if claim is not None:
+            for g in self.layout.draft_groups:
+                claim.seq.pending[g].remove(0, self.layout.groups[g].first_needed(num))
+        return claim
+
+    def accept(self, seq: Sequence, rows: int, received: Seq[Seq[Span]]) -> None:
+        """Target rows below `rows` and the slots `received` names per group have arrived: final.
+
+        A windowed group needs its last window alone. Raises InvariantError, nothing changed, for
+        slots that the sequence does not own, and where a target group lacks what a pass at the
+        end would read.
+        """
+        if not seq.committed <= rows <= seq.reserved:
+            raise InvariantError(f"sequence {seq.id}: {rows} rows arrived, {seq.reserved} reserved")
+        for g, spans in enumerate(received):
+            for start, stop in spans:
+                self._check_write(seq, g, start, stop, rows)
+        for g in self.layout.target_groups:
+            low = read_from(self.layout.groups[g], max(0, rows - self.layout.lookahead))
+            if SpanSet([*seq.coverage[g], *received[g]]).missing(low, rows):
+                raise InvariantError(
+                    f"sequence {seq.id}: rows [{low}, {rows}) of {self.layout.groups[g].name} did"
+                    " not all arrive"
+                )
+        for g, spans in enumerate(received):
+            for start, stop in spans:
+                self._cover(seq, g, start, stop)
+                seq.written[g].remove(start, stop)
+                seq.received[g].add(start, stop)
+        seq.committed = rows
+        seq.computed = max(seq.computed, rows)
+
+    def _claim(self, ask: _Ask, tokens: list[int], headroom: Seq[int] | None) -> Claim | None:
         for intent in self._intents(ask):
             needs = [group.need() for group in intent.groups]
             if headroom is not None:
@@ -176,7 +228,15 @@ class KVManager:
             cost=self.cost,
             withheld="fault" if withheld else None,
         )
-        return intend(self.layout, found, coverage, plan, ask.rows, full_only=full_only)
+        return intend(
+            self.layout,
+            found,
+            coverage,
+            plan,
+            ask.rows,
+            full_only=full_only,
+            opens_at=ask.num_rows if ask.arrives else None,
+        )
 
     def _take(self, intent: Intent, tokens: list[int], ask: _Ask) -> Claim:
         """Hold, evict, allocate: cannot fail, for room was counted."""
@@ -207,7 +267,7 @@ class KVManager:
         )
         seq.reserved = max(plan.end, min(seq.reserved, intent.rows))
         seq.dummy = ask.dummy
-        for gap in plan.masked:
+        for gap in () if ask.arrives else plan.masked:
             seq.masks[gap.group].append((gap.start, gap.stop, gap.reason))
         owned = {own.block for group in intent.groups for own in group.own}
         seq.dirty = sorted(b for b in owned if (b + 1) * block <= plan.end)
@@ -254,7 +314,7 @@ class KVManager:
         seq.pending[g] = intent.planned
 
     def _count_claim(self, seq: Sequence, plan: ClaimPlan, ask: _Ask, copied: int) -> None:
-        if ask.dummy:
+        if ask.dummy or ask.arrives:
             return
         stats = self.stats
         stats.claims += 1

@@ -54,6 +54,7 @@ class Sequence:
         "pages",
         "pending",
         "published",
+        "received",
         "reserved",
         "reused",
         "runs",
@@ -96,6 +97,7 @@ class Sequence:
         self.taken: list[SpanSet] = [SpanSet() for _ in groups]
         self.copied: list[SpanSet] = [SpanSet() for _ in groups]
         self.written: list[SpanSet] = [SpanSet() for _ in groups]
+        self.received: list[SpanSet] = [SpanSet() for _ in groups]
         self.masks: list[list[tuple[int, int, str]]] = [[] for _ in groups]
         self.dummy = False
         self.use = use
