@@ -428,7 +428,7 @@ def test_the_method_of_a_checkpoint_is_what_its_config_says(given, checkpoints):
 
 def test_a_sampled_run_says_that_outputs_are_not_compared(tiny, tmp_path, capsys):
     prompts = tmp_path / "p.jsonl"
-    prompts.write_text("".join(f'{{"prompt": "{c}abc abc {c}abc"}}\n' for c in "abcd"))
+    prompts.write_text("".join(f'{{"prompt": "{c}abc abc {c}abc"}}\n' for c in "abcdefgh"))
     lab = ["--drafter", "ngram", "--prompts", str(prompts), "--paths", "cold,warm"]
     lab += ["--max-tokens", "16", "--temperature", "1", "--verification", "block"]
     assert run(["acceptance", *tiny, *lab]) == 0

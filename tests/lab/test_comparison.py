@@ -37,6 +37,13 @@ def test_a_difference_inside_its_interval_is_none():
     assert any("no difference" in line for line in report.sentences(rows))
 
 
+def test_a_few_prompts_tell_no_difference_however_large():
+    rows = [cold("dflash", 20, prompts=7), cold("dspark", 60, prompts=7)]
+    (found,) = comparison.differences(rows)
+    assert not found.differs
+    assert any("too few prompts to tell a difference" in line for line in report.sentences(rows))
+
+
 def test_prompts_are_paired_by_their_id():
     mine, other = cold("dflash", 20), cold("dspark", 20)
     other = msgspec.structs.replace(other, by_prompt=other.by_prompt[::-1])

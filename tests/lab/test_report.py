@@ -143,12 +143,14 @@ def test_a_drafter_that_loses_nothing_is_not_said_to():
 
 @pytest.mark.parametrize("interval", [(0.90, 0.99), (1.01, 1.10)])
 def test_a_sampled_ratio_whose_interval_leaves_1_out_breaks_parity_at_any_precision(interval):
-    changes = {"sampled": True, "al_ratio_to_cold": 0.95, "draft_agreement": None}
+    changes = {"sampled": True, "al_ratio_to_cold": 0.95, "draft_agreement": None, "prompts": 8}
     drawn = row(al_ratio_interval=interval, **changes)
     held, line = report.verdict([row("cold"), drawn], judged=False)
     assert not held
     assert "path warm: AL is 0.950 of the fresh run's" in line
     assert report.verdict([row(al_ratio_interval=(0.9, 1.1), **changes)], judged=False)[0]
+    few = row(al_ratio_interval=interval, **(changes | {"prompts": 7}))
+    assert report.verdict([few]) == (True, "Sampled acceptance is judged from 8 prompts on.")
 
 
 def test_speed_is_said_beside_the_speed_without():

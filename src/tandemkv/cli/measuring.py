@@ -128,7 +128,7 @@ def register(app: typer.Typer) -> None:
 
 
 def acceptance(given: SimpleNamespace) -> int:
-    """Measure acceptance cold, warm, on second turns, when resumed."""
+    """Measure acceptance cold, warm, on second turns, when resumed, where a shared prompt forks."""
     from tandemkv.lab.command import acceptance as run
     from tandemkv.lab.options import check_drafters
     from tandemkv.lab.provenance import check_writable

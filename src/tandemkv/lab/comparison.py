@@ -1,7 +1,7 @@
 """Drafters side by side: acceptance lengths on the cold path, compared at equal K alone.
 
-Law: a difference is one only where its 95 % interval over prompts leaves 0 out; what was drafted at
-different K is not compared. This module reads rows and runs nothing.
+Law: a difference is one only where its 95 % interval, over prompts enough for one, leaves 0 out;
+what was drafted at different K is not compared. This module reads rows and runs nothing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,14 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def differs(self) -> bool:
-        """Whether the interval leaves 0 out."""
+        """Whether the interval leaves 0 out, and is worth something."""
         low, high = self.interval
-        return not low <= 0.0 <= high
+        return self.enough and not low <= 0.0 <= high
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are prompts enough to tell."""
+        return self.prompts >= measures.MIN_PROMPTS
 
 
 def differences(rows: Sequence[Row]) -> list[Difference]:

@@ -24,6 +24,8 @@ TIE_GAP = 1e-4
 OUTPUT_TIE_GAP = 1e-5
 """Greedy outputs may part only where the target's best two logits lie closer than this."""
 LOOP_LENGTH = 12
+MIN_PROMPTS = 8
+"""Prompts from which on an interval over prompts decides anything: resampling fewer says little."""
 
 
 class Step(Protocol):

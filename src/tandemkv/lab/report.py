@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tandemkv.lab.comparison import Difference, differences, unequal
-from tandemkv.lab.measures import OutputCheck
+from tandemkv.lab.measures import MIN_PROMPTS, OutputCheck
 from tandemkv.lab.options import EVICTED, WITHHELD
 from tandemkv.lab.provenance import SCHEMA, provenance
 from tandemkv.lab.rows import MIN_STEPS, Row, failures
@@ -210,6 +210,7 @@ def _branched(row: Row) -> list[str]:
 def _compared(found: Difference) -> str:
     (a, b), (al_a, al_b), (low, high) = found.drafters, found.als, found.interval
     said = "a difference" if found.differs else "no difference"
+    said = said if found.enough else "too few prompts to tell a difference"
     return (
         f"At K {found.num_draft_tokens}, cold, on {found.prompts} prompts: {a} {al_a:.2f},"
         f" {b} {al_b:.2f}: {said}, {found.difference:+.2f} with a 95 % interval of {low:+.2f} to"
@@ -261,6 +262,9 @@ def verdict(rows: Sequence[Row], *, judged: bool = True) -> tuple[bool, str]:
         return True, "A fault was asked for, so parity is not judged."
     if not checked:
         return True, "No path was compared with a cold run."
+    checked = [row for row in checked if not row.sampled or row.prompts >= MIN_PROMPTS]
+    if not checked:
+        return True, f"Sampled acceptance is judged from {MIN_PROMPTS} prompts on."
     if sampled:
         return True, (
             f"Parity held on {_paths(len(checked))}: the interval of AL over the fresh run's"

@@ -15,7 +15,7 @@ from tandemkv.lab import branches as branching
 from tandemkv.lab import measures
 from tandemkv.lab.branches import Branch
 from tandemkv.lab.experiments import Run, row_error
-from tandemkv.lab.measures import Agreement, Tally
+from tandemkv.lab.measures import MIN_PROMPTS, Agreement, Tally
 
 MIN_AGREEMENT = 0.999
 MAX_TIES = 0.002
@@ -157,8 +157,8 @@ def failures(rows: Sequence[Row], *, exact: bool = True) -> list[str]:
 
     A single disagreement fails a short run: where draft agreement is under MIN_AGREEMENT, or the
     common part's AL is out of RATIO_LIMITS, or a row is further than MAX_ROW_ERROR off. A sampled
-    path fails where the interval of its ratio does not contain 1. exact: whether the run was in
-    float32, without which step by step nothing is judged.
+    path fails where the interval of its ratio, over MIN_PROMPTS at least, does not contain 1.
+    exact: whether the run was in float32, without which step by step nothing is judged.
     """
     return [
         f"{row.drafter}, path {row.path}: {problem}"
@@ -170,10 +170,11 @@ def failures(rows: Sequence[Row], *, exact: bool = True) -> list[str]:
 
 def _problems(row: Row, exact: bool) -> Iterator[str]:
     low, high = row.al_ratio_interval or (1.0, 1.0)
-    if row.sampled and not low <= 1.0 <= high:
+    if row.prompts >= MIN_PROMPTS and not low <= 1.0 <= high:
         yield (
             f"AL is {row.al_ratio_to_cold:.3f} of the fresh run's, and the 95 % interval"
-            f" {low:.3f} to {high:.3f} does not contain 1"
+            f" {low:.3f} to {high:.3f} does not contain 1, as of one healthy path in 20; another"
+            " --seed tells"
         )
     yield from branching.problems(row.branches)
     if exact:
