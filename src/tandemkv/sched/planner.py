@@ -131,15 +131,19 @@ class Planner:
         return True
 
     def _make_room(self, request: Request) -> bool:
-        """Suspend the last in rank; False when that is the request itself, which ends if alone."""
-        victim = self._queues.running[-1]
+        """Suspend the last in rank; False when that is the request itself, which ends if alone.
+
+        One whose rows are being read from elsewhere is never suspended; it ends instead.
+        """
+        running = self._queues.running
+        victim = next((r for r in reversed(running) if r is request or not r.keep), request)
         if victim is not request:
             self.suspend(victim, f"pages for {request.id}")
             return True
-        if len(self._queues.running) > 1:
-            self.suspend(request, "no pages for itself")
-        else:
+        if len(running) == 1 or request.keep:
             self._fail(request, self._full(request))
+        else:
+            self.suspend(request, "no pages for itself")
         return False
 
     def _verify(self, request: Request) -> Segment | None:

@@ -6,6 +6,9 @@
        |                v   |                 |
        +---abort---> SUSPENDED ----abort------+        (abort, fail: from all but the last)
 
+    WAITING --hand over--> SUSPENDED     its prompt was computed elsewhere, its first token is known
+    WAITING --finish-----> FINISHED      ... and was its last
+
 Law: a request holds a sequence if and only if it is RUNNING; the states change along TRANSITIONS
 and nowhere else; an illegal event raises with the request's story and changes nothing. `drafts`
 are proposals for the present anchor and exist only while it decodes. This module does not decide
@@ -50,6 +53,7 @@ class RequestEvent(StrEnum):
     ADMIT = "admit"
     SUSPEND = "suspend"
     RESUME = "resume"
+    HAND_OVER = "hand_over"
     FINISH = "finish"
     ABORT = "abort"
     FAIL = "fail"
@@ -64,6 +68,8 @@ class FinishReason(StrEnum):
 
 TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (RequestState.WAITING, RequestEvent.ADMIT): RequestState.RUNNING,
+    (RequestState.WAITING, RequestEvent.HAND_OVER): RequestState.SUSPENDED,
+    (RequestState.WAITING, RequestEvent.FINISH): RequestState.FINISHED,
     (RequestState.WAITING, RequestEvent.ABORT): RequestState.FINISHED,
     (RequestState.WAITING, RequestEvent.FAIL): RequestState.FINISHED,
     (RequestState.RUNNING, RequestEvent.SUSPEND): RequestState.SUSPENDED,
@@ -130,6 +136,7 @@ class Request:
     arrival: int = 0
     seed: int = field(default_factory=lambda: secrets.randbits(63))
     watch: Watch | None = None
+    keep: bool = False
 
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None

@@ -17,6 +17,7 @@ from tandemkv.base.errors import InvariantError, RequestError
 from tandemkv.base.logprobs import TokenLogprobs
 from tandemkv.base.spans import Span
 from tandemkv.kv.manager import KVManager
+from tandemkv.kv.sequence import Sequence as KVSequence
 from tandemkv.sched.batch import Output, Segment, SegmentResult, StepPlan, StepRecord, StepResult
 from tandemkv.sched.limits import Limits
 from tandemkv.sched.planner import Planner, held
@@ -79,6 +80,10 @@ class Scheduler:
         self._step = 0
         self._in_flight: StepPlan | None = None
         self._outputs: list[Output] = []
+        self.aside: dict[str, KVSequence] = {}
+        """Sequences of ended requests with `keep`, by request, until take_aside()."""
+        self.lent: set[KVSequence] = set()
+        """Sequences that no request holds: rows are written into them, or read, from elsewhere."""
 
     # -- what clients do ---------------------------------------------------------------------
 
@@ -90,6 +95,39 @@ class Scheduler:
         self._planner.admission.check_fits(request)
         request.max_output = self.limits.most_output(request)
         self._queues.add(request)
+
+    def add_handed_over(
+        self,
+        request: Request,
+        tokens: list[int],
+        *,
+        cached_tokens: int = 0,
+        logprobs: Sequence[TokenLogprobs] | None = None,
+    ) -> None:
+        """Queue a request whose prompt and first tokens were computed elsewhere: it resumes.
+
+        tokens: what it has emitted so far, at least one; they are news to its client. What the
+        tree holds of it is claimed, the rest computed. Raises RequestError as add() does.
+        """
+        self.add(request)
+        request.admitted = True
+        request.cached_tokens = min(cached_tokens, len(request.prompt))
+        self._stats.prompt_tokens += len(request.prompt)
+        self._stats.cached_tokens += request.cached_tokens
+        kept, reason = self._cut(request, tokens)
+        request.output += kept
+        self._stats.generation_tokens += len(kept)
+        if reason is None:
+            request.handle(RequestEvent.HAND_OVER)
+            self._outputs.append(self._output(request, kept, logprobs, None))
+        else:
+            self._outputs.append(
+                self._end(request, RequestEvent.FINISH, reason, "at once", kept, logprobs)
+            )
+
+    def take_aside(self, request_id: str) -> KVSequence | None:
+        """The sequence of a request with `keep` that has ended; whoever takes it finishes it."""
+        return self.aside.pop(request_id, None)
 
     def abort(self, request_id: str) -> Output | None:
         """End a request in any state, also in flight; None if it is unknown or over."""
@@ -193,6 +231,7 @@ class Scheduler:
         if len(self._queues.running) > self.limits.max_running:
             raise InvariantError(f"{len(self._queues.running)} requests run at once")
         held_by_us = {r.seq.id for r in self._queues.running if r.seq is not None}
+        held_by_us |= {seq.id for seq in (*self.aside.values(), *self.lent)}
         known = {i for i, seq in self._manager.sequences.items() if not seq.dummy}
         if held_by_us != known:
             raise InvariantError(
@@ -225,13 +264,7 @@ class Scheduler:
 
     def _apply(self, segment: Segment, part: SegmentResult) -> None:
         request, seq = segment.request, segment.seq
-        kept, reason = [], None
-        if part.tokens:
-            stop_tokens = request.params.stop_token_ids
-            eos = () if request.params.ignore_eos else self._eos
-            kept, reason = cut(
-                part.tokens, self.limits.left(request), (*stop_tokens, *eos), request.watch
-            )
+        kept, reason = self._cut(request, part.tokens) if part.tokens else ([], None)
         if segment.verify:
             self._record(segment, part, kept)
         self._commit(segment, kept)
@@ -242,12 +275,21 @@ class Scheduler:
         k = min(self.limits.drafts_of(request), self.limits.left(request) - 1) if going else 0
         request.drafts = part.drafts[: max(k, 0)]
         if reason is not None:
-            self._manager.finish(seq)
+            if request.keep:
+                self.aside[request.id] = seq
+            else:
+                self._manager.finish(seq)
             self._outputs.append(
                 self._end(request, RequestEvent.FINISH, reason, "", kept, part.logprobs)
             )
         elif kept:
             self._outputs.append(self._output(request, kept, part.logprobs, None))
+
+    def _cut(self, request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
+        """What the stop rules leave of new tokens, and whether the request ends there."""
+        eos = () if request.params.ignore_eos else self._eos
+        stops = (*request.params.stop_token_ids, *eos)
+        return cut(tokens, self.limits.left(request), stops, request.watch)
 
     def _commit(self, segment: Segment, kept: list[int]) -> None:
         """Make the step's rows final: all of a chunk; the anchor's and the kept drafts'."""
