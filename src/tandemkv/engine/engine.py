@@ -22,6 +22,7 @@ from torch import Tensor
 from tandemkv.base.config import EngineConfig, Resolved, Resolver
 from tandemkv.base.errors import InvariantError, RequestError
 from tandemkv.base.ids import GroupId
+from tandemkv.base.logprobs import TokenLogprobs
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.engine.resolve import Plan, pick_device, pick_dtype, pick_threads, resolve
 from tandemkv.kv.keys import Namespace
@@ -146,8 +147,16 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         watch: Callable[[Sequence[int]], int | None] | None = None,
+        keep: bool = False,
+        first_tokens: Sequence[int] = (),
+        cached_tokens: int = 0,
+        logprobs: Sequence[TokenLogprobs] | None = None,
     ) -> Request:
-        """Queue a request. Raises RequestError if it can never run as asked."""
+        """Queue a request. Raises RequestError if it can never run as asked.
+
+        keep, first_tokens (with cached_tokens and logprobs): the two ends of a hand-off, see
+        `engine/handoff.py`.
+        """
         vocab = self.target.spec.vocab_size
         bad = next((t for t in prompt if not 0 <= t < vocab), None)
         if bad is not None:
@@ -174,9 +183,21 @@ class Engine:
             namespace=namespace,
             priority=priority,
             watch=watch,
+            keep=keep,
         )
-        self.scheduler.add(request)
+        if first_tokens:
+            self.scheduler.add_handed_over(
+                request, list(first_tokens), cached_tokens=cached_tokens, logprobs=logprobs
+            )
+        else:
+            self.scheduler.add(request)
         return request
+
+    def settle(self) -> None:
+        """After pages changed hands between two steps: what became free is free for all."""
+        self.storage.freed(self.kv.drain_freed())
+        if self.config.debug:
+            self.scheduler.check()
 
     def abort(self, request_id: str) -> Output | None:
         """End a request in any state; None if it is unknown or already over."""
