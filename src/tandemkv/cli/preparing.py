@@ -103,6 +103,7 @@ _TRAIN = (
     Opt("draft_vocab_rows", int, "Ranked head rows to write with the weights."),
     Opt("seed", int, "Same seed, same run."),
     Opt("device", str, "auto (cuda if there is one), cpu or cuda."),
+    Opt("threads", int, "CPU threads; 1 where other programs run.", default="one for each core"),
     Opt("quiet", bool, "No progress.", ("--quiet",), default="off"),
 )
 _EAGLE3 = (

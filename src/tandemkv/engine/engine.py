@@ -26,6 +26,7 @@ from tandemkv.base.logprobs import TokenLogprobs
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.engine.resolve import Plan, pick_device, pick_dtype, pick_threads, resolve
 from tandemkv.kv.keys import Namespace
+from tandemkv.kv.layout import Domain
 from tandemkv.kv.manager import KVManager
 from tandemkv.model.checkpoint import load_target, load_tokenizer
 from tandemkv.model.drafter import Drafter
@@ -258,9 +259,9 @@ class Engine:
             raise InvariantError(f"request {request.id} holds no pages")
         return self.storage.read(group, request.seq.pages[group], slots)
 
-    def reset_cache(self) -> int:
-        """Drop every page that no request holds; returns how many became free."""
-        freed = self.kv.reset_cache()
+    def reset_cache(self, domain: Domain | None = None) -> int:
+        """Drop every page that no request holds, or those of one domain; how many became free."""
+        freed = self.kv.reset_cache(domain)
         self.storage.freed(self.kv.drain_freed())
         return freed
 

@@ -26,7 +26,7 @@ from tandemkv.kv.coverage import ClaimCost, ClaimPlan, plan_claim, read_from
 from tandemkv.kv.explain import Interval, explain_sequence
 from tandemkv.kv.intent import GroupIntent, Intent, PageCopy, intend
 from tandemkv.kv.keys import TOKEN_BYTES, Namespace, pack_tokens, token_bytes
-from tandemkv.kv.layout import LayerGroup, Layout
+from tandemkv.kv.layout import Domain, LayerGroup, Layout
 from tandemkv.kv.pool import PagePool, Usage
 from tandemkv.kv.publish import Publisher
 from tandemkv.kv.records import (
@@ -496,11 +496,11 @@ class KVManager:
             raise InvariantError(f"sequence {seq.id} is released twice")
         self._publisher.release(seq)
 
-    def reset_cache(self) -> int:
-        """Drop every cached page; returns how many. Held pages stay."""
+    def reset_cache(self, domain: Domain | None = None) -> int:
+        """Drop every cached page, or those of one domain; returns how many. Held pages stay."""
         before = sum(pool.cached for pool in self.pools)
-        for pool in self.pools:
-            while (run := pool.oldest) is not None:
+        for pool, group in zip(self.pools, self.layout.groups, strict=True):
+            while domain in (None, group.domain) and (run := pool.oldest) is not None:
                 self._publisher.evict(run)
         return before - sum(pool.cached for pool in self.pools)
 

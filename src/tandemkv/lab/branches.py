@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tandemkv.base.errors import ConfigError
-from tandemkv.kv.layout import LayerGroup, Layout
+from tandemkv.kv.layout import Domain, LayerGroup, Layout
 from tandemkv.lab import measures, prompts
 from tandemkv.lab.experiments import Job
 from tandemkv.lab.measures import Trace, common_prefix
@@ -138,10 +138,7 @@ def check_room(engine: Engine, shared_tokens: int, max_tokens: int) -> None:
 
 def evict_draft_pages(engine: Engine) -> None:
     """Evict every draft page that nobody holds, as other requests do when they need the room."""
-    kv = engine.kv
-    for g in engine.layout.draft_groups:
-        while (run := kv.pools[g].oldest) is not None:
-            kv._publisher.evict(run)
+    engine.reset_cache(Domain.DRAFT)
 
 
 def describe(layout: Layout, done: Sequence[Trace], cold: Sequence[Trace]) -> list[Branch]:

@@ -73,7 +73,8 @@ class DFlash(Drafter):
 
     weights: as `dflash_checkpoint.read` returns them. draft_vocab: draft over that many rows of
     the target's head, the first of the checkpoint's ranking. confidence_threshold: end a draft
-    block before the first draft whose predicted chance to survive is lower (None: never).
+    block before the first draft, but not the very first, whose predicted chance to survive is lower
+    (None: never).
     Raises ConfigError, naming both values, where drafter and target do not fit.
     """
 
@@ -266,7 +267,8 @@ class DFlash(Drafter):
     def _collect(self, num_segments: int, blocks: list[_Block], drawn: _Drawn) -> Drafts:
         """Drafts per segment, cut to what was wanted and to what confidence lets through.
 
-        Whether draft k is kept is known before it is drawn, so the cut leaves output lossless.
+        Whether draft k is kept is known before it is drawn, so the cut leaves output lossless. The
+        first draft always goes: a step without one would count in no acceptance length.
         """
         drafts = Drafts([[] for _ in range(num_segments)], [None] * num_segments)
         drafts.gaps = [float("inf")] * num_segments
@@ -274,7 +276,7 @@ class DFlash(Drafter):
         kept = [self._wanted(b) for b in blocks]
         if drawn.chance is not None and self._threshold is not None:
             alive = (drawn.chance.cumprod(1) >= self._threshold).cumprod(1).sum(1).tolist()
-            kept = [min(pair) for pair in zip(kept, alive, strict=True)]
+            kept = [min(num, max(1, n)) for num, n in zip(kept, alive, strict=True)]
         for i, (block, num) in enumerate(zip(blocks, kept, strict=True)):
             if not num:
                 continue

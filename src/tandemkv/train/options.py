@@ -103,6 +103,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     draft_vocab_rows: int = 32768
     seed: int = 0
     device: str = "auto"
+    threads: int | None = None
     quiet: bool = False
 
     def problems(self) -> list[str]:
@@ -199,7 +200,7 @@ class DSparkOptions(DFlashOptions, frozen=True, kw_only=True):
 _POSITIVE = (
     "data_tokens", "data_seconds", "steps", "tokens", "seconds", "pause_after", "batch_tokens",
     "lr", "unroll", "unroll_decay", "checkpoint_s", "num_draft_tokens", "max_new_tokens",
-    "draft_vocab_rows", "evaluate_limit", "num_layers", "window", "anchors", "markov_rank",
+    "draft_vocab_rows", "evaluate_limit", "threads", "num_layers", "window", "anchors", "markov_rank",
     "table_lr",
 )  # fmt: skip
 _SHARES = ("warmup", "final_lr", "context_dropout")

@@ -71,6 +71,8 @@ def _how_to_go_on(options: TrainOptions) -> list[str]:
 
 def _train(options: TrainOptions, progress: Progress) -> TrainResult:
     out, device = Path(options.out), choose_device(options.device)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     progress.note(f"loading the target, {options.target or 'the embedded default'}, on {device}")
     teacher = load_teacher(options.target, device)
     chat = prompts.ChatFormat(teacher.tokenizer, teacher.eos_token_ids)
@@ -192,7 +194,10 @@ def _finish(
     }
     card = report.model_card(trainer.method.title, options, sizes, curve, results)
     write_atomically(target / "MODEL_CARD.md", card)
-    progress.note(report.acceptance_table(results))
+    if results:
+        progress.note(report.acceptance_table(results))
+    else:
+        progress.note("no held-out prompts (--evaluate, --held-out): acceptance is not measured")
     progress.note(f"weights in {target}")
     return TrainResult(True, trainer.step, trainer.tokens, target, results)
 
