@@ -20,6 +20,7 @@ from tandemkv.base.sampling import SamplingParams
 from tandemkv.base.spans import Span, SpanSet
 from tandemkv.engine.engine import Engine
 from tandemkv.kv.keys import Namespace
+from tandemkv.sched.batch import Output
 from tandemkv.sched.request import Request
 from tandemkv.transfer.offer import GroupOffer, group_offers
 from tandemkv.transfer.plan import wanted
@@ -70,12 +71,23 @@ class Source:
             keep=True,
         )
         self._aside = None
+        self._logprobs: TokenLogprobs | None = None
         self._closed = False
 
     @property
     def first_tokens(self) -> list[int]:
         """The first token, once it is known."""
         return list(self.request.output)
+
+    @property
+    def logprobs(self) -> TokenLogprobs | None:
+        """Of the first token, where they were asked for and the worker kept them."""
+        return self._logprobs
+
+    def note(self, output: Output) -> None:
+        """News of the request, from the engine's step: the first token's logprobs are in it."""
+        if output.logprobs:
+            self._logprobs = output.logprobs[0]
 
     @property
     def error(self) -> str | None:

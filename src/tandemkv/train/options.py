@@ -200,8 +200,8 @@ class DSparkOptions(DFlashOptions, frozen=True, kw_only=True):
 _POSITIVE = (
     "data_tokens", "data_seconds", "steps", "tokens", "seconds", "pause_after", "batch_tokens",
     "lr", "unroll", "unroll_decay", "checkpoint_s", "num_draft_tokens", "max_new_tokens",
-    "draft_vocab_rows", "evaluate_limit", "threads", "num_layers", "window", "anchors", "markov_rank",
-    "table_lr",
+    "draft_vocab_rows", "evaluate_limit", "threads", "num_layers", "window", "anchors",
+    "markov_rank", "table_lr",
 )  # fmt: skip
 _SHARES = ("warmup", "final_lr", "context_dropout")
 _CHOICES = {"optimizer": ("adamw", "muon"), "init": ("random", "target")}

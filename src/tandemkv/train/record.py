@@ -22,8 +22,8 @@ _BUDGETS = ("steps", "tokens", "seconds")
 _OF_THE_CALL = ("resume", "pause_after", "quiet")
 """Options of one call: a resumed run does not take them from the record."""
 _MAY_CHANGE = frozenset(
-    {*_OF_THE_CALL, *_BUDGETS, "out", "device", "threads", "evaluate", "evaluate_limit", "checkpoint_s",
-     "data_seconds", "data_tokens", "num_draft_tokens", "max_new_tokens"}
+    {*_OF_THE_CALL, *_BUDGETS, "out", "device", "threads", "evaluate", "evaluate_limit",
+     "checkpoint_s", "data_seconds", "data_tokens", "num_draft_tokens", "max_new_tokens"}
 )  # fmt: skip
 """Options that a resumed run may be given anew: they do not change what was trained so far."""
 _ALTERNATIVES = (_BUDGETS, ("data_tokens", "data_seconds"))
