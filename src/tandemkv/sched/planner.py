@@ -140,11 +140,18 @@ class Planner:
         if victim is not request:
             self.suspend(victim, f"pages for {request.id}")
             return True
-        if len(running) == 1 or request.keep:
+        if self._held_elsewhere() and request.keep:
+            return False  # they will be given back
+        if (len(running) == 1 or request.keep) and not self._held_elsewhere():
             self._fail(request, self._full(request))
         else:
             self.suspend(request, "no pages for itself")
         return False
+
+    def _held_elsewhere(self) -> bool:
+        """Whether sequences that no request holds have pages: hand-offs, and those end."""
+        held = sum(r.seq is not None for r in self._queues.running)
+        return sum(not seq.dummy for seq in self._manager.sequences.values()) > held
 
     def _verify(self, request: Request) -> Segment | None:
         seq = held(request)
@@ -234,7 +241,7 @@ class Planner:
                 self._fail(request, str(error))
                 continue
             if claim is None:
-                if queues.running:
+                if queues.running or self._held_elsewhere():
                     return
                 self._fail(request, self._full(request))
                 continue
