@@ -58,7 +58,10 @@ class Handle:
 
 
 class AsyncEngine:
-    """Owns the engine's thread. Create inside or outside of an event loop; submit inside one."""
+    """Owns the engine's thread. Create inside or outside of an event loop; submit inside one.
+
+    The engine may be a DecodeWorker, which is closed with it.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -200,6 +203,9 @@ class AsyncEngine:
             self.error = f"the engine stopped: {error}"
         finally:
             self._end_all()
+            close = getattr(self._engine, "close", None)  # a worker's, which owns processes
+            if close is not None:
+                close()
 
     def _serve_inbox(self) -> bool:
         """Do what was posted; wait when idle. False: close."""

@@ -158,6 +158,35 @@ class Engine:
         keep, first_tokens (with cached_tokens and logprobs): the two ends of a hand-off, see
         `engine/handoff.py`.
         """
+        request = self.request_of(
+            prompt,
+            params,
+            namespace=namespace,
+            request_id=request_id,
+            priority=priority,
+            watch=watch,
+            keep=keep,
+        )
+        if first_tokens:
+            self.scheduler.add_handed_over(
+                request, list(first_tokens), cached_tokens=cached_tokens, logprobs=logprobs
+            )
+        else:
+            self.scheduler.add(request)
+        return request
+
+    def request_of(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        namespace: Namespace = Namespace(),
+        request_id: str | None = None,
+        priority: int = 0,
+        watch: Callable[[Sequence[int]], int | None] | None = None,
+        keep: bool = False,
+    ) -> Request:
+        """The request that `add` would queue. Raises RequestError if it can never run as asked."""
         vocab = self.target.spec.vocab_size
         bad = next((t for t in prompt if not 0 <= t < vocab), None)
         if bad is not None:
@@ -186,12 +215,7 @@ class Engine:
             watch=watch,
             keep=keep,
         )
-        if first_tokens:
-            self.scheduler.add_handed_over(
-                request, list(first_tokens), cached_tokens=cached_tokens, logprobs=logprobs
-            )
-        else:
-            self.scheduler.add(request)
+        self.scheduler.check_request(request)
         return request
 
     def settle(self) -> None:

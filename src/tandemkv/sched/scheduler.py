@@ -89,12 +89,16 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never run as asked."""
+        self.check_request(request)
+        request.max_output = self.limits.most_output(request)
+        self._queues.add(request)
+
+    def check_request(self, request: Request) -> None:
+        """Raise RequestError if the request can never run as asked."""
         if request.id in self._queues.requests:
             raise RequestError(f"request id {request.id!r} is in use", status=409)
         self.limits.check_draft_tokens(request.num_draft_tokens)
         self._planner.admission.check_fits(request)
-        request.max_output = self.limits.most_output(request)
-        self._queues.add(request)
 
     def add_handed_over(
         self,
