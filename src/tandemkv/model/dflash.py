@@ -39,6 +39,10 @@ from tandemkv.model.drafter import Drafter, DrafterSpec, DraftInputs, Drafts, Dr
 from tandemkv.model.dspark_heads import ConfidenceHead, MarkovHead
 from tandemkv.model.target import Target
 
+CONTEXT_BYTES = 256 << 20
+"""Of context rows that draft blocks of one pass copy out of their pages, at most."""
+_NO_GAP = float("inf")
+
 
 @dataclass(slots=True)
 class _Block:
@@ -51,6 +55,10 @@ class _Block:
     @property
     def anchor(self) -> int:
         return self.segment.num_rows
+
+    def context(self) -> int:
+        """Slots of its longest context."""
+        return max((sum(b - a for a, b in spans) for spans in self.visible), default=0)
 
     @property
     def anchor_token(self) -> int:
@@ -164,10 +172,12 @@ class DFlash(Drafter):
         blocks = [self._block(i, s) for i, s in enumerate(segments) if s.num_drafts]
         if not blocks:
             return collect(len(segments), ())
-        tokens, anchors = [b.anchor_token for b in blocks], [b.anchor for b in blocks]
-        hidden = self.trunk.forward(tokens, anchors, self._contexts(blocks))
-        drawn = self._draw(blocks, hidden)
-        return self._collect(len(segments), blocks, drawn)
+        drafts = Drafts([[] for _ in segments], [None] * len(segments), [_NO_GAP] * len(segments))
+        for part in self._parts(blocks):
+            tokens, anchors = [b.anchor_token for b in part], [b.anchor for b in part]
+            hidden = self.trunk.forward(tokens, anchors, self._contexts(part))
+            self._collect(drafts, part, self._draw(part, hidden))
+        return drafts
 
     # ------------------------------------------------------------------ context rows
 
@@ -187,12 +197,29 @@ class DFlash(Drafter):
     def _block(self, index: int, segment: DraftSegment) -> _Block:
         """The draft block of a segment; it reads what is covered and what this run has written."""
         visible: list[list[Span]] = []
-        for g in range(len(self.trunk.groups)):
+        n = segment.num_rows
+        for g, pool in enumerate(self._pools):
             seen = SpanSet(segment.readable[g])
             for start, stop in _clipped(segment, g):
                 seen.add(start, stop)
-            visible.append(list(seen))
+            visible.append(seen.within(pool.group.first_needed(n), n))
         return _Block(index, segment, visible)
+
+    def _parts(self, blocks: list[_Block]) -> list[list[_Block]]:
+        """Draft blocks that share a pass: their contexts, padded to the longest, stay small.
+
+        A context is copied out of its pages for the pass; a longer one than CONTEXT_BYTES has a
+        pass to itself.
+        """
+        row = sum(pool.group.slot_bytes for pool in self._pools)
+        parts: list[list[_Block]] = []
+        for block in sorted(blocks, key=_Block.context, reverse=True):
+            room = len(parts[-1]) + 1 if parts else 0
+            if room and room * row * parts[-1][0].context() <= CONTEXT_BYTES:
+                parts[-1].append(block)
+            else:
+                parts.append([block])
+        return parts
 
     def _contexts(self, blocks: list[_Block]) -> list[BlockContext]:
         """What the draft blocks read, per group."""
@@ -264,14 +291,12 @@ class DFlash(Drafter):
             [b.anchor for b, _ in rows],
         )
 
-    def _collect(self, num_segments: int, blocks: list[_Block], drawn: _Drawn) -> Drafts:
-        """Drafts per segment, cut to what was wanted and to what confidence lets through.
+    def _collect(self, drafts: Drafts, blocks: list[_Block], drawn: _Drawn) -> None:
+        """Put the drafts in place, cut to what was wanted and to what confidence lets through.
 
         Whether draft k is kept is known before it is drawn, so the cut leaves output lossless. The
         first draft always goes: a step without one would count in no acceptance length.
         """
-        drafts = Drafts([[] for _ in range(num_segments)], [None] * num_segments)
-        drafts.gaps = [float("inf")] * num_segments
         tokens, gaps = drawn.tokens.tolist(), drawn.gaps.tolist()
         kept = [self._wanted(b) for b in blocks]
         if drawn.chance is not None and self._threshold is not None:
@@ -284,7 +309,6 @@ class DFlash(Drafter):
             drafts.gaps[block.index] = min(gaps[i][:num])
             probs = [q for q in drawn.probs[i][:num] if q is not None]
             drafts.probs[block.index] = torch.stack(probs) if probs else None
-        return drafts
 
     def _wanted(self, block: _Block) -> int:
         return min(block.segment.num_drafts, self.config.num_draft_tokens)
@@ -343,6 +367,11 @@ def _fit(target: Target, config: DFlashConfig, weights: Mapping[str, Tensor], or
         raise ConfigError(
             f"{origin}: made for a vocabulary of {config.vocab_size}, this target has"
             f" {spec.vocab_size}"
+        )
+    depth = getattr(config, "num_target_layers", None)
+    if depth not in (None, spec.num_layers):
+        raise ConfigError(
+            f"{origin}: made for a target of {depth} layers, this target has {spec.num_layers}"
         )
     if config.hidden_size != spec.hidden_size and not (
         "embed_tokens.weight" in weights and "lm_head.weight" in weights

@@ -88,7 +88,9 @@ def choose(
 ) -> Choice:
     """Draft one token per row of logits [P, V] float32: the best, or sampled as the request asks.
 
-    positions: of the drafted tokens; anchors: of the steps' anchors, which key the uniforms.
+    positions: of the drafted tokens; anchors: of the steps' anchors, which key the uniforms. A row
+    without a distribution (its logits are not finite) drafts some token for certain: whatever it
+    is, verification is none the worse for it, and no other row of the step notices.
     """
     top = logits.topk(min(2, logits.shape[-1]))
     fixed = [is_deterministic(p) for p in params]
@@ -98,7 +100,10 @@ def choose(
     tokens = top.indices[:, 0].tolist()
     for i in (i for i, best in enumerate(fixed) if not best):
         q = draft_distribution(logits[i : i + 1], params[i])[0]
-        tokens[i] = sample(q, uniform(seeds[i], positions[i], Purpose.DRAFT, anchors[i]))
+        if bool(q.sum() > 0):
+            tokens[i] = sample(q, uniform(seeds[i], positions[i], Purpose.DRAFT, anchors[i]))
+        else:
+            q = torch.zeros_like(q).index_fill_(0, torch.tensor([tokens[i]], device=q.device), 1.0)
         probs[i] = q
     return Choice(torch.tensor(tokens, device=logits.device), probs, _gaps(top.values))
 
@@ -201,7 +206,7 @@ class DraftHead:
 def _gaps(top: Tensor) -> Tensor:
     if top.shape[-1] < 2:
         return torch.full(top.shape[:1], float("inf"), device=top.device)
-    return top[:, 0] - top[:, 1]
+    return (top[:, 0] - top[:, 1]).nan_to_num(0.0, posinf=float("inf"))
 
 
 def ranked_ids(
