@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from tandemkv.base.config import EngineConfig
-from tandemkv.base.errors import ConfigError
+from tandemkv.base.errors import ConfigError, TandemError
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.engine.channel import Channel
 from tandemkv.engine.engine import Engine
@@ -302,7 +302,11 @@ def main() -> None:
             closed = False
         return closed or os.getppid() != parent
 
-    run_prefill(options, ended)
+    try:
+        run_prefill(options, ended)
+    except TandemError as error:
+        print(f"tandemkv: prefill worker: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":
