@@ -171,18 +171,20 @@ class Served:
 def serve(
     drafter: Drafter,
     stops: Sequence[tuple[Served, int]],
-    num_drafts: int = 0,
+    num_drafts: int | Sequence[int] = 0,
     *,
     successors: dict[int, int] | None = None,
 ) -> Drafts:
     """One run: each sequence's rows from where it stands to its stop, then K proposals for each.
 
-    successors: position -> a wrong next token to feed there (a seeded fault).
+    num_drafts: K, or one for each sequence. successors: position -> a wrong next token to feed
+    there (a seeded fault).
     """
     ids, following, positions, features, segments = [], [], [], [], []
-    for s, stop in stops:
+    wanted = [num_drafts] * len(stops) if isinstance(num_drafts, int) else num_drafts
+    for (s, stop), k in zip(stops, wanted, strict=True):
         missing = s.coverage.missing(s.done + s.lookahead, stop + s.lookahead)
-        segments.append(s.segment(len(ids), stop, num_drafts, missing))
+        segments.append(s.segment(len(ids), stop, k, missing))
         span = range(s.done, stop)
         ids += [s.tokens[i] for i in span]
         following += [(successors or {}).get(i, s.tokens[i + 1]) for i in span]

@@ -6,7 +6,7 @@ must be at an anchor, whatever path the engine took to it. No product code in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from golden import rms, rope
 from torch import Tensor
 
 Pick = Callable[[Tensor, int], int]
+Holes = Collection[int] | Mapping[int, Collection[int]]
+"""Context slots that no row sees, in every layer or by layer."""
 
 
 class GoldenBlock:
@@ -65,7 +67,7 @@ class GoldenBlock:
             1,
         )
 
-    def hidden(self, captures: Tensor, anchor: int, holes: Sequence[int] = ()) -> Tensor:
+    def hidden(self, captures: Tensor, anchor: int, holes: Holes = ()) -> Tensor:
         """Normalised rows [K, d] that predict drafts 1..K; anchor: the token at len(captures)."""
         n, c = len(captures), self.c
         size = c.num_draft_tokens + (1 if c.method == "dflash" else 0)
@@ -76,6 +78,7 @@ class GoldenBlock:
         at = torch.arange(n, n + size)
         rows = self.rows(captures)
         for i in range(c.num_layers):
+            unseen = holes.get(i, ()) if isinstance(holes, Mapping) else holes
             u = rms(h, self._layer(i, "input_layernorm"), self.eps)
             q = self._heads(i, u, "q", at)
             k = torch.cat((rows[:, i, 0], self._heads(i, u, "k", at)))
@@ -85,7 +88,7 @@ class GoldenBlock:
                 for key in range(n + size):
                     near = c.windows[i] is None or abs(n + a - key) < c.windows[i]
                     after = key > n + a and c.causal and c.causal[i]
-                    seen[a, key] = near and not after and key not in holes
+                    seen[a, key] = near and not after and key not in unseen
             repeat = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
             scores = torch.einsum("qhd,khd->hqk", q, k) / c.head_dim**0.5
@@ -109,7 +112,7 @@ class GoldenBlock:
         anchor: int,
         num: int,
         *,
-        holes: Sequence[int] = (),
+        holes: Holes = (),
         pick: Pick | None = None,
     ) -> tuple[list[int], Tensor, list[float]]:
         """Draft num tokens: (ids, logits [num, V'], chance of each to be accepted)."""
@@ -136,9 +139,9 @@ class GoldenBlock:
         if kind == "vanilla":
             return before, state
         if kind == "gated":
-            gate = self.w["markov_head.gate_proj"] @ torch.cat((hidden, before))
+            gate = self._affine("markov_head.gate_proj", torch.cat((hidden, before)))
             return gate.sigmoid() * before, state
-        z = self.w["markov_head.joint_proj"] @ torch.cat((state, before, hidden))
+        z = self._affine("markov_head.joint_proj", torch.cat((state, before, hidden)))
         keep, new, out = z.chunk(3)
         state = keep.sigmoid() * state + (1 - keep.sigmoid()) * new.tanh()
         return out.tanh(), state
@@ -147,5 +150,8 @@ class GoldenBlock:
         if not self.c.confidence:
             return 1.0
         x = hidden if not self.c.confidence_with_markov else torch.cat((hidden, before))  # type: ignore[arg-type]
-        score = self.w["confidence_head.proj"][0] @ x
-        return float((score + self.w.get("confidence_head.proj.bias", torch.zeros(1))[0]).sigmoid())
+        return float(self._affine("confidence_head.proj", x).sigmoid())
+
+    def _affine(self, name: str, x: Tensor) -> Tensor:
+        y = self.w[name] @ x
+        return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
