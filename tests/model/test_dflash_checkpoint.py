@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -20,12 +22,14 @@ from block_layouts import (
     write,
 )
 from drafting import VOCAB, block_config, block_weights, tiny_target
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tandemkv.base.errors import ConfigError
 from tandemkv.model import dflash_checkpoint as checkpoint
 from tandemkv.model.dflash import DFlash
 from tandemkv.model.draft_checkpoint import fingerprint
+
+SHIPPED = Path(checkpoint.__file__).parents[1] / "weights"
 
 
 def dflash_layouts() -> dict[str, tuple[dict, dict]]:
@@ -339,6 +343,120 @@ def test_is_refused_by_name(tmp_path, name):
     assert "\n" not in message
     for word in [str(tmp_path), *words]:
         assert word in message
+
+
+# ------------------------------------------------------------------ values and types
+
+
+def _spoiled(weights: dict, name: str, value: float, seed: int) -> dict:
+    """A copy of the weights with one value, at a random place of one tensor, replaced."""
+    tensor = weights[name].clone()
+    place = torch.randint(tensor.numel(), (1,), generator=torch.Generator().manual_seed(seed))
+    tensor.view(-1)[place] = value
+    return {**weights, name: tensor}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_one_value_that_is_not_finite_is_refused_in_every_tensor(tmp_path, method, value):
+    config, weights = dflash() if method == "dflash" else dspark()
+    record = old_dflash() if method == "dflash" else specforge()
+    for seed, name in enumerate(weights):
+        spoiled = _spoiled(weights, name, value, seed)
+        wanted = rf"tensor '{re.escape(name)}' holds NaN or infinity"
+        with pytest.raises(ConfigError, match=wanted):
+            checkpoint.read(write(tmp_path / "x", record, spoiled))
+        with pytest.raises(ConfigError, match=wanted):
+            checkpoint.save(tmp_path / "y", spoiled, config, quantise=seed % 2 == 0)
+    assert not (tmp_path / "y").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_value_that_is_not_finite_is_refused_in_every_float_type(tmp_path, dtype):
+    _, weights = dspark()
+    spoiled = _spoiled(weights, "fc.weight", float("nan"), 0)
+    for pickled in (False, True):
+        path = tmp_path / str(pickled)
+        tensors = {name: tensor.to(dtype) for name, tensor in weights.items()}
+        read = checkpoint.read(write(path, specforge(), tensors, pickled=pickled))[1]
+        assert all(torch.equal(read[name], tensors[name]) for name in weights)
+        tensors["fc.weight"] = spoiled["fc.weight"].to(dtype)
+        with pytest.raises(ConfigError, match=r"'fc.weight' holds NaN"):
+            checkpoint.read(write(path, specforge(), tensors, pickled=pickled))
+
+
+def test_values_beyond_float32_are_refused_in_double_precision_and_in_8_bits(tmp_path):
+    config, weights = dspark()
+    double = {**weights, "fc.weight": weights["fc.weight"].double() * 1e300}
+    with pytest.raises(ConfigError, match=r"'fc.weight' holds NaN or infinity"):
+        checkpoint.read(write(tmp_path / "x", specforge(), double))
+    path = checkpoint.save(tmp_path / "y", weights, config, quantise=True)
+    stored = load_file(path / "model.safetensors")
+    for value, name in ((3e38, "fc.weight"), (float("nan"), "fc.weight.scale")):
+        scale = stored["fc.weight.scale"].clone()
+        scale[5] = value
+        save_file({**stored, "fc.weight.scale": scale}, path / "model.safetensors")
+        with pytest.raises(ConfigError, match=rf"'{name}' holds NaN or infinity"):
+            checkpoint.read(path)
+
+
+def test_values_beyond_the_type_they_are_written_in_are_not_written(tmp_path):
+    config, weights = dspark()
+    large = {**weights, "fc.weight": weights["fc.weight"] * 1e6}
+    with pytest.raises(ConfigError, match=r"written in float16: tensor 'fc.weight' holds"):
+        checkpoint.save(tmp_path / "x", large, config, dtype=torch.float16)
+    assert not (tmp_path / "x").exists()
+    checkpoint.read(checkpoint.save(tmp_path / "x", large, config))
+
+
+TYPES = ["int8", "uint8", "int32", "int64", "bool", "complex64", "float8_e4m3fn", "float8_e5m2"]
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "norm.weight", BIAS])
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_tensor_of_another_type_is_refused_by_name_and_type(tmp_path, name, kind):
+    _, weights = dspark()
+    tensors = {**weights, name: weights[name].to(getattr(torch, kind))}
+    with pytest.raises(ConfigError, match=rf"tensor '{re.escape(name)}' is {kind}, not one of"):
+        checkpoint.read(write(tmp_path / "x", specforge(), tensors))
+
+
+@pytest.mark.parametrize("kind", ["uint8", "int32", "float32"])
+def test_8_bit_rows_of_another_type_are_refused(tmp_path, kind):
+    config, weights = dspark()
+    path = checkpoint.save(tmp_path / "x", weights, config, quantise=True)
+    stored = load_file(path / "model.safetensors")
+    stored["fc.weight.q8"] = stored["fc.weight.q8"].to(getattr(torch, kind))
+    save_file(stored, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"'fc.weight.q8' is {kind}, not one of int8"):
+        checkpoint.read(path)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bool", "complex64"])
+def test_a_ranking_that_is_not_integers_is_refused(tmp_path, kind):
+    ranking = torch.arange(9).to(getattr(torch, kind))
+    tensors = {**dspark()[1], "draft_vocab": ranking}
+    with pytest.raises(ConfigError, match=rf"'draft_vocab' is {kind}, not one of int64"):
+        checkpoint.read(write(tmp_path / "x", specforge(), tensors))
+
+
+def test_a_pickle_of_anything_but_plain_named_tensors_is_refused(tmp_path):
+    _, weights = dspark()
+    sparse = {**weights, "fc.weight": weights["fc.weight"].to_sparse()}
+    path = write(tmp_path / "x", specforge(), weights, pickled=True)
+    torch.save(sparse, path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"'fc.weight' is sparse"):
+        checkpoint.read(path)
+    torch.save({**weights, 3: torch.ones(2)}, path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="more than tensors"):
+        checkpoint.read(path)
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_what_is_shipped_is_read(method):
+    config, weights = checkpoint.read(SHIPPED / f"{method}-smollm2-135m")
+    assert config.method == method
+    assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
 def test_a_mask_vector_in_a_file_of_its_own_is_not_overlooked(tmp_path):

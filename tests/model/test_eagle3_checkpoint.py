@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -363,6 +365,63 @@ def test_is_refused_by_name(tmp_path, name):
     assert "\n" not in message
     for word in [str(tmp_path), *words]:
         assert word in message
+
+
+# ------------------------------------------------------------------ values and types
+
+
+def _spoiled(weights: dict, name: str, value: float, seed: int) -> dict:
+    """A copy of the weights with one value, at a random place of one tensor, replaced."""
+    tensor = weights[name].clone()
+    place = torch.randint(tensor.numel(), (1,), generator=torch.Generator().manual_seed(seed))
+    tensor.view(-1)[place] = value
+    return {**weights, name: tensor}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_one_value_that_is_not_finite_is_refused_in_every_tensor(tmp_path, value):
+    config, weights, t2d = reduced()
+    for seed, name in enumerate(name for name in weights if name != "d2t"):
+        spoiled = {**_spoiled(weights, name, value, seed), "t2d": t2d}
+        with pytest.raises(ConfigError, match=rf"'{re.escape(name)}' holds NaN or infinity"):
+            checkpoint.read(write(tmp_path / "x", flat(config), spoiled))
+
+
+@pytest.mark.parametrize(
+    "kind", ["int8", "uint8", "int32", "int64", "bool", "complex64", "float8_e4m3fn"]
+)
+def test_a_tensor_of_another_type_is_refused_by_name_and_type(tmp_path, kind):
+    config, weights, _ = reduced()
+    for name in ("fc.weight", "norm.weight", "lm_head.weight"):
+        tensors = {**weights, name: weights[name].to(getattr(torch, kind))}
+        with pytest.raises(ConfigError, match=rf"tensor '{re.escape(name)}' is {kind}, not one of"):
+            checkpoint.read(write(tmp_path / "x", flat(config), tensors))
+
+
+@pytest.mark.parametrize("kind", ["float32", "complex64", "bool"])
+def test_a_map_that_is_not_integers_is_refused(tmp_path, kind):
+    config, weights, _ = reduced()
+    for name in ("d2t", "draft_id_to_target_id"):
+        tensors = {k: v for k, v in weights.items() if k != "d2t"}
+        tensors[name] = weights["d2t"].to(getattr(torch, kind))
+        with pytest.raises(ConfigError, match=rf"tensor '{name}' is {kind}, not one of int64"):
+            checkpoint.read(write(tmp_path / "x", flat(config), tensors))
+
+
+def test_maps_of_any_integer_type_mean_the_same(tmp_path):
+    config, weights, t2d = reduced()
+    for kind in (torch.int64, torch.int32, torch.int16):
+        tensors = {**weights, "d2t": weights["d2t"].to(kind), "t2d": t2d.to(kind)}
+        _, read = checkpoint.read(write(tmp_path / "x", flat(config), tensors))
+        assert checkpoint.draft_ids(read["d2t"]).tolist() == USED
+    with pytest.raises(ConfigError, match=r"tensor 't2d' is float32, not one of bool"):
+        checkpoint.read(write(tmp_path / "x", flat(config), {**weights, "t2d": t2d.float()}))
+
+
+def test_what_is_shipped_is_read():
+    shipped = Path(checkpoint.__file__).parents[1] / "weights" / "eagle3-smollm2-135m"
+    _, weights = checkpoint.read(shipped)
+    assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
 def test_an_unknown_option_that_is_off_is_let_through():

@@ -1,7 +1,8 @@
 """What every drafter checkpoint is made of: a config.json, named tensors, 8-bit rows, a ranking.
 
-Law: nothing is unpickled; a damaged file, a missing, unknown or misshapen tensor is refused by its
-name; both files are replaced atomically. The layouts of the methods are their own modules' business
+Law: nothing is unpickled; a damaged file, a missing, unknown or misshapen tensor, one of another
+type than it is read as, one that holds NaN or infinity is refused by its name; both files are
+replaced atomically. The layouts of the methods are their own modules' business
 (`eagle3_checkpoint`, `dflash_checkpoint`): this one knows no layer.
 
 Quantised tensors: NAME.q8 int8 [rows, columns] and NAME.scale [rows]; value = q8 * scale.
@@ -28,6 +29,16 @@ QUANTISED = ".q8"
 SCALE = ".scale"
 RANKING = "draft_vocab"
 _INTEGERS = {"d2t": torch.int64, RANKING: torch.int32}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_TYPES = {
+    QUANTISED: (torch.int8,),
+    RANKING: _INTS,
+    "d2t": _INTS,
+    "draft_id_to_target_id": _INTS,
+    "t2d": (torch.bool, *_INTS),
+}
+"""Types by the last part of a tensor's name; all others hold floats."""
 
 
 def write(
@@ -44,6 +55,7 @@ def write(
     stored: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         stored.update(_stored(name, tensor.detach().cpu(), quantise, dtype))
+    check_values(stored, f"{path}, to be written in {_type_name(dtype)}")
     record = {**record, "quantisation": "int8" if quantise else None}
     text, data = json.dumps(record, indent=2) + "\n", serialised(stored, {"format": "pt"})
     path.mkdir(parents=True, exist_ok=True)
@@ -73,6 +85,35 @@ def check_shapes(
                 f"{origin}: tensor {name!r} has shape {list(tensor.shape)}, the config calls for"
                 f" {list(known[name])}"
             )
+
+
+def check_values(tensors: Mapping[str, Tensor], origin: str) -> None:
+    """Raise ConfigError for a tensor of a type that is not read, or that holds NaN or infinity."""
+    for name, tensor in tensors.items():
+        last = QUANTISED if name.endswith(QUANTISED) else name.rsplit(".", 1)[-1]
+        types = _TYPES.get(last, _FLOATS)
+        if tensor.dtype not in types:
+            raise ConfigError(
+                f"{origin}: tensor {name!r} is {_type_name(tensor.dtype)}, not one of"
+                f" {', '.join(_type_name(each) for each in types)}"
+            )
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise ConfigError(f"{origin}: tensor {name!r} is sparse or empty of values")
+        _check_finite(name, tensor, origin)
+
+
+def _check_finite(name: str, tensor: Tensor, origin: str) -> None:
+    if not tensor.is_floating_point():
+        return
+    values = tensor.float() if tensor.dtype == torch.float64 else tensor
+    if not bool(torch.isfinite(values).all()):
+        raise ConfigError(
+            f"{origin}: tensor {name!r} holds NaN or infinity; its training or its export failed"
+        )
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -115,7 +156,9 @@ def _read_file(file: Path) -> dict[str, Tensor]:
         if type(error).__name__ == "UnpicklingError":
             raise ConfigError(f"{file}: refused, holds more than tensors") from None
         raise ConfigError(f"{file}: cannot be read ({_first_line(error)})") from None
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(t, Tensor) for name, t in tensors.items()
+    ):
         raise ConfigError(f"{file}: refused, holds more than tensors")
     return tensors
 
@@ -141,7 +184,8 @@ def quantised(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantised(tensors: Mapping[str, Tensor], origin: str) -> dict[str, Tensor]:
-    """The tensors with every pair of .q8 and .scale put together as float32."""
+    """The tensors with every pair of .q8 and .scale put together as float32; values checked."""
+    check_values(tensors, origin)
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(QUANTISED)
@@ -161,6 +205,7 @@ def dequantised(tensors: Mapping[str, Tensor], origin: str) -> dict[str, Tensor]
                 f" {stem + SCALE!r} {list(scale.shape)}"
             )
         out[stem] = tensor.float() * scale[:, None]
+        _check_finite(stem, out[stem], origin)
     return out
 
 
