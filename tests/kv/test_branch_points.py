@@ -169,6 +169,30 @@ def test_a_hit_that_ends_inside_a_page_loses_no_row_of_any_group(page: int) -> N
     assert live.seq.coverage[1].covers(35, 60)
 
 
+@pytest.mark.parametrize("page", [4, 16])
+@pytest.mark.parametrize("window", [8, 24])
+@pytest.mark.parametrize("beyond", range(BLOCK))
+def test_a_resume_with_the_whole_hit_loses_no_row_at_any_alignment(
+    page: int, window: int, beyond: int
+) -> None:
+    """Of a resume nothing is left to run, so the first row that drafting reads is a found one."""
+    driver = with_room(block_drafter(page, window))
+    length = 4 * BLOCK + beyond
+    driver.pass_through([*system(length), 100])
+    for _ in range(2):
+        live = driver.serve([*system(length), 100], resume=True)
+        needed = max(0, length - window + 1)
+        assert live.plan.end == live.num_rows == length
+        assert not live.plan.compute
+        assert not live.seq.use.gaps
+        assert live.seq.coverage[1].covers(needed, length)
+        assert all(live.seq.pages[1][slot // page] != NO_PAGE for slot in range(needed, length))
+        assert driver.decode(live, [5, 6], 1, 7)
+        driver.check()
+        driver.suspend(live)
+        driver.check()
+
+
 @settings(
     max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
