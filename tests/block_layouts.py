@@ -39,7 +39,7 @@ def trunk(config: DFlashConfig, **changes) -> dict:
         "sliding_window": window,
         "use_sliding_window": window is not None,
         "max_window_layers": config.num_layers,
-        "num_target_layers": 6,
+        "num_target_layers": config.num_target_layers,
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -56,13 +56,15 @@ def trunk(config: DFlashConfig, **changes) -> dict:
 
 def dflash() -> tuple[DFlashConfig, dict]:
     """(config, weights): a sliding and a full layer, a token as the mask."""
-    config = block_config("dflash", mask_token_id=9, windows=(6, None), causal=(True, False))
+    config = block_config(
+        "dflash", mask_token_id=9, windows=(6, None), causal=(True, False), num_target_layers=6
+    )
     return config, block_weights(config)
 
 
 def dspark() -> tuple[DFlashConfig, dict]:
     """(config, weights): full attention, a Markov and a confidence head, a token as the mask."""
-    config = block_config("dspark", mask_token_id=9, windows=(None, None))
+    config = block_config("dspark", mask_token_id=9, windows=(None, None), num_target_layers=6)
     return config, block_weights(config, BIAS)
 
 

@@ -38,7 +38,7 @@ def dflash_layouts() -> dict[str, tuple[dict, dict]]:
     nested = without(old, "block_size", "rope_theta", "rope_scaling", "auto_map")
     nested["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
     nested["dflash_config"] = {**old["dflash_config"], "block_size": 5}
-    default = {**old, "mask_token_id": 9, "dflash_config": None, "num_target_layers": 8}
+    default = {**old, "mask_token_id": 9, "dflash_config": None}
     default |= {"target_layer_ids": [0, 2, 4], "is_causal": None}
     server = {**old, "eagle_aux_hidden_state_layer_ids": [1, 3, 5], "draft_vocab_size": VOCAB}
     server["dflash_config"] = {**old["dflash_config"], "use_aux_hidden_state": True}
@@ -173,6 +173,7 @@ SAVED = {
     "two windows, causal in one layer": {"windows": (3, 5), "causal": (False, True)},
     "a norm per capture": {"fc_norm": True, "windows": (None, None)},
     "a token as mask": {"mask_token_id": 9},
+    "a target of known depth": {"num_target_layers": 6},
 }
 
 
@@ -222,6 +223,11 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path):
         checkpoint.save(tmp_path / "x", without(weights, "fc.weight"), config)
     with pytest.raises(ConfigError, match=r"'norm.weight' has shape \[31\]"):
         checkpoint.save(tmp_path / "x", {**weights, "norm.weight": torch.ones(31)}, config)
+    for changes in ({"num_draft_tokens": 65}, {"rms_norm_eps": float("nan")}, {"head_dim": 7}):
+        broken = msgspec.structs.replace(config, **changes)
+        tensors = block_weights(broken)
+        with pytest.raises(ConfigError, match=r"block_size 65|rms_norm_eps.*nan|head_dim.*7"):
+            checkpoint.save(tmp_path / "x", tensors, broken)
     assert not (tmp_path / "x").exists()
 
 
@@ -450,6 +456,19 @@ def test_a_pickle_of_anything_but_plain_named_tensors_is_refused(tmp_path):
     torch.save({**weights, 3: torch.ones(2)}, path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="more than tensors"):
         checkpoint.read(path)
+
+
+def test_the_depth_of_the_target_is_read_where_it_is_said_and_none_is_made_up(tmp_path, target):
+    _, weights = dspark()
+    for said in (6, None):
+        record = {**specforge(), "num_target_layers": said}
+        config, read = checkpoint.read(write(tmp_path / "x", record, weights))
+        assert config.num_target_layers == said
+        DFlash(target, config, read)
+    record = {**specforge(), "num_target_layers": 30}
+    config, read = checkpoint.read(write(tmp_path / "x", record, weights))
+    with pytest.raises(ConfigError, match=r"30 layers, this target has 6"):
+        DFlash(target, config, read)
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])

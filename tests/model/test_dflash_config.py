@@ -257,6 +257,7 @@ ROUND = {
     "a norm per capture": {"fc_norm": True},
     "the embedding captured": {"taps": (-1, 3)},
     "captures of another width": {"target_hidden_size": 24},
+    "a target of known depth": {"num_target_layers": 6},
     "scales and softcap": {"embedding_scale": 1.7, "logit_scale": 0.5, "logit_softcap": 3.0},
     "RoPE of its own": {
         "rope_parameters": {
@@ -269,6 +270,7 @@ ROUND = {
     },
     "another epsilon": {"rms_norm_eps": 1e-5},
     "one draft": {"num_draft_tokens": 1},
+    "as many drafts as can be": {"num_draft_tokens": 64},
     "a Markov head": {"markov_rank": 8},
     "a gated Markov head": {"markov_rank": 8, "markov_head_type": "gated"},
     "no heads": {"markov_rank": 0, "confidence": False},
@@ -434,7 +436,23 @@ REFUSED = {
     ),
     "a window below zero": (
         _edit(layer_types=[SLIDING] * 2, use_sliding_window=True, sliding_window=-1),
-        ["sliding_window", "-1"],
+        ["sliding_window must be at least 1", "-1"],
+    ),
+    "a window of nothing": (
+        _edit(layer_types=[SLIDING] * 2, use_sliding_window=True, sliding_window=0),
+        ["sliding_window must be at least 1, got 0"],
+    ),
+    "a window of nothing, by its other name": (
+        _edit(sliding_window=None, inner={"use_swa": True, "swa_window_size": 0}),
+        ["swa_window_size must be at least 1, got 0"],
+    ),
+    "a window of nothing in one layer": (
+        _edit(layer_types=[SLIDING] * 2, use_sliding_window=True, sliding_window=[6, 0]),
+        ["sliding_window must be at least 1, got 0"],
+    ),
+    "a window that is no integer": (
+        _edit(layer_types=[SLIDING] * 2, use_sliding_window=True, sliding_window=2.5),
+        ["sliding_window must be an integer", "2.5"],
     ),
     "a window for some of the layers it is for": (
         _edit(layer_types=[SLIDING] * 2, use_sliding_window=True, sliding_window=[6, None]),
@@ -468,6 +486,23 @@ REFUSED = {
     "empty captures": (_edit(inner={"target_layer_ids": []}), ["target_layer_ids", "[]"]),
     "captures below the embedding": (_edit(inner={"target_layer_ids": [-2]}), ["target_layer_ids"]),
     "nothing to draft": (_edit(block_size=0), ["block_size", "0"]),
+    "more than can be drafted": (_edit(block_size=65), ["block_size 65", "65 tokens", "64"]),
+    "more than can be drafted after an anchor": (
+        _edit(block_size=66, inner={"shift_label": False}),
+        ["block_size 66", "65 tokens", "64"],
+    ),
+    "a block out of all bounds": (_edit(block_size=10**9), ["block_size 1000000000", "64"]),
+    "heads of odd size": (_edit(head_dim=7), ["head_dim must be even for RoPE, got 7"]),
+    "heads that come out odd": (
+        _edit(head_dim=None, hidden_size=36),
+        ["head_dim must be even for RoPE, got 9"],
+    ),
+    "a target of no layers": (_edit(num_target_layers=0), ["num_target_layers", "0"]),
+    "a target of half a layer": (_edit(num_target_layers=6.5), ["num_target_layers", "6.5"]),
+    "two depths of the target": (
+        _edit(inner={"num_target_layers": 7}),
+        ["num_target_layers is 6", "dflash_config.num_target_layers is 7"],
+    ),
     "only the anchor to draft": (
         _edit(block_size=1, inner={"shift_label": False}),
         ["block_size 1", "nothing to draft"],
@@ -494,6 +529,31 @@ def test_is_refused_by_name(name):
     assert "\n" not in message
     for word in ["drafter x", *words]:
         assert word in message
+
+
+NUMBERS = ["rms_norm_eps", "input_embedding_scale", "output_multiplier", "rope_theta"]
+NUMBERS += ["final_logit_softcapping"]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
+def test_a_number_that_is_not_finite_is_refused_by_name(name, text):
+    """JSON as Python reads it has all of these."""
+    record = {**specforge(), name: json.loads(text)}
+    with pytest.raises(ConfigError, match=rf"^drafter x: {name} must be a finite number from 0"):
+        parse_config(record, "drafter x")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_confidence_and_rope_take_no_number_that_is_not_finite(value):
+    record = specforge(enable_confidence_head=None, confidence_head_alpha=value)
+    with pytest.raises(ConfigError, match="confidence_head_alpha must be a finite number"):
+        parse_config(record, "x")
+    for kind in ("linear", "yarn"):
+        rope = {"rope_type": kind, "rope_theta": 1e4, "factor": value}
+        record = without(specforge(), "rope_theta") | {"rope_parameters": rope}
+        with pytest.raises(ConfigError, match=r"factor"):
+            parse_config(record, "x")
 
 
 def test_dflash_config_must_be_an_object():

@@ -418,6 +418,14 @@ def test_maps_of_any_integer_type_mean_the_same(tmp_path):
         checkpoint.read(write(tmp_path / "x", flat(config), {**weights, "t2d": t2d.float()}))
 
 
+@pytest.mark.parametrize(("said", "size"), [({"head_dim": 7}, 7), ({"hidden_size": 36}, 9)])
+def test_heads_of_odd_size_are_refused_by_name(said, size):
+    record = flat(eagle_config())
+    record = {k: v for k, v in record.items() if k != "head_dim"} | said
+    with pytest.raises(ConfigError, match=rf"head_dim must be even for RoPE, got {size}$"):
+        parse_config(record, "x")
+
+
 def test_what_is_shipped_is_read():
     shipped = Path(checkpoint.__file__).parents[1] / "weights" / "eagle3-smollm2-135m"
     _, weights = checkpoint.read(shipped)

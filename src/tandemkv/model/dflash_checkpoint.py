@@ -94,6 +94,7 @@ def save(
     weights = normalise(weights, str(path))
     check_tensors(config, weights, str(path))
     record = to_dict(config)
+    parse_config(record, str(path))  # what could not be read back is not written
     if extra:
         record["training"] = dict(extra)
     return write(path, weights, record, quantise=quantise, dtype=dtype)

@@ -29,11 +29,12 @@ from typing import Any
 import msgspec
 
 from tandemkv.base.errors import ConfigError
-from tandemkv.model.dflash_options import flag, flattened, number, refuse_unknown, whole
+from tandemkv.model.dflash_options import flag, flattened, layer_ids, number, refuse_unknown, whole
 from tandemkv.model.rotary import DEFAULT_ROPE, head_size, parse_rope
 
 METHODS = ("dflash", "dspark")
 MARKOV_TYPES = ("vanilla", "gated", "rnn")
+MOST_DRAFTS = 64
 ARCHITECTURES = {
     "DFlashDraftModel": "dflash",
     "DSparkDraftModel": "dspark",
@@ -46,6 +47,7 @@ class DFlashConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     method: dflash (row j >= 1 of the draft block predicts its own position, K + 1 rows) or dspark
     (row j >= 0 predicts the next position, K rows). num_draft_tokens: K. taps: captured layers.
+    num_target_layers: depth of the target it was trained for, None where that is not said.
     windows: per draft layer, W or None. causal: per draft layer, whether a row of the draft block
     is kept from later ones; empty: none is. mask_token_id None: the checkpoint brings a vector of
     its own. fc_norm: one RMSNorm per capture before fc. markov_rank 0: no Markov head.
@@ -68,6 +70,7 @@ class DFlashConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_parameters: dict[str, Any] = msgspec.field(default_factory=lambda: dict(DEFAULT_ROPE))
     max_position_embeddings: int = 2048
     target_hidden_size: int | None = None
+    num_target_layers: int | None = None
     fc_norm: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
@@ -135,6 +138,7 @@ def parse_config(config: dict[str, Any], origin: str) -> DFlashConfig:
         rope_parameters=rope,
         max_position_embeddings=max_positions,
         target_hidden_size=given("target_hidden_size", 1),
+        num_target_layers=given("num_target_layers", 1),
         fc_norm=bool(flag(config, "fc_norm", origin)),
         embedding_scale=number(config, "input_embedding_scale", origin, 1.0),
         logit_scale=number(config, "output_multiplier", origin, 1.0),
@@ -181,7 +185,7 @@ def to_dict(config: DFlashConfig) -> dict[str, Any]:
 _SAME_NAME = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "mask_token_id", "rms_norm_eps", "rope_parameters", "max_position_embeddings",
-    "target_hidden_size", "fc_norm", "markov_rank", "markov_head_type",
+    "target_hidden_size", "num_target_layers", "fc_norm", "markov_rank", "markov_head_type",
 )  # fmt: skip
 
 
@@ -260,6 +264,10 @@ def _num_drafts(config: dict[str, Any], method: str, origin: str) -> int:
     num = size - (method == "dflash")
     if num < 1:
         raise ConfigError(f"{origin}: block_size {size} leaves nothing to draft")
+    if num > MOST_DRAFTS:
+        raise ConfigError(
+            f"{origin}: block_size {size} drafts {num} tokens at once, at most {MOST_DRAFTS} can be"
+        )
     return num
 
 
@@ -270,10 +278,14 @@ def _rope(config: dict[str, Any], origin: str) -> tuple[dict[str, Any], int]:
         if part != 1:
             raise ConfigError(f"{origin}: {name}.partial_rotary_factor = {part!r} is not supported")
     try:
-        rope, max_positions = parse_rope(config)
+        rope, max_positions = parse_rope(config, origin)
+    except ConfigError:
+        raise
     except Exception as error:  # transformers has no one class for a config it cannot read
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{origin}: its RoPE cannot be read ({first})") from None
+    for name in (name for name, value in rope.items() if type(value) in (int, float)):
+        number(rope, name, origin, 0.0)
     if not number(rope, "rope_theta", origin, 0.0):
         raise ConfigError(f"{origin}: rope_theta is not given")
     return rope, max_positions
@@ -291,14 +303,17 @@ def _windows(
     given, swa = config.get("sliding_window"), config.get("swa_window_size")
     if given is not None and swa is not None and given != swa:
         raise ConfigError(f"{origin}: sliding_window is {given!r}, and swa_window_size is {swa!r}")
-    given = swa if given is None else given
+    by_swa = given is None and swa is not None
+    name, given = ("swa_window_size", swa) if by_swa else ("sliding_window", given)
     windows = given if isinstance(given, list) else [given] * layers
     if len(windows) != layers:
-        raise ConfigError(f"{origin}: sliding_window {given!r} is not for {layers} layers")
+        raise ConfigError(f"{origin}: {name} {given!r} is not for {layers} layers")
     for window in (w for w, slides in zip(windows, sliding, strict=True) if slides):
-        if not window:
+        if window is None:
             raise ConfigError(f"{origin}: it has sliding layers, and sliding_window is not given")
-        whole({"sliding_window": window}, "sliding_window", origin)
+        if type(window) is int and window < 1:
+            raise ConfigError(f"{origin}: {name} must be at least 1, got {window}")
+        whole({name: window}, name, origin)
     return tuple(w if s else None for w, s in zip(windows, sliding, strict=True)), named
 
 
@@ -340,7 +355,7 @@ def _causal(config: dict[str, Any], named: tuple[bool, ...], origin: str) -> tup
 
 def _taps(config: dict[str, Any], layers: int, origin: str) -> tuple[int, ...]:
     outputs, inputs = (
-        _layer_ids(config, name, first, origin)
+        layer_ids(config, name, first, origin)
         for name, first in (("target_layer_ids", -1), ("eagle_aux_hidden_state_layer_ids", 0))
     )
     from_inputs = None if inputs is None else tuple(i - 1 for i in inputs)
@@ -356,17 +371,6 @@ def _taps(config: dict[str, Any], layers: int, origin: str) -> tuple[int, ...]:
         deepest = whole(config, "num_target_layers", origin, least=4)
         return default_taps(deepest, layers)
     return taps
-
-
-def _layer_ids(
-    config: dict[str, Any], name: str, first: int, origin: str
-) -> tuple[int, ...] | None:
-    ids = config.get(name)
-    if ids is None:
-        return None
-    if not isinstance(ids, list) or not ids or any(type(i) is not int or i < first for i in ids):
-        raise ConfigError(f"{origin}: {name} must list layers from {first}, got {ids!r}")
-    return tuple(ids)
 
 
 def _markov_type(config: dict[str, Any], rank: int, origin: str) -> str:

@@ -7,6 +7,7 @@ knows the names of options and not what they mean.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from tandemkv.base.errors import ConfigError
@@ -109,10 +110,11 @@ def whole(
 
 
 def number(config: dict[str, Any], name: str, origin: str, default: float) -> float:
-    """An option that is a number of at least 0."""
+    """An option that is a finite number of at least 0."""
     value = config.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise ConfigError(f"{origin}: {name} must be a number from 0, got {value!r}")
+    fits = not isinstance(value, bool) and isinstance(value, int | float)
+    if not fits or not 0 <= value <= sys.float_info.max:
+        raise ConfigError(f"{origin}: {name} must be a finite number from 0, got {value!r}")
     return float(value)
 
 
@@ -122,3 +124,13 @@ def flag(config: dict[str, Any], name: str, origin: str) -> bool | None:
     if value is not None and not isinstance(value, bool):
         raise ConfigError(f"{origin}: {name} must be true or false, got {value!r}")
     return value
+
+
+def layer_ids(config: dict[str, Any], name: str, first: int, origin: str) -> tuple[int, ...] | None:
+    """An option that lists layers, each from `first`; None where it is not said."""
+    ids = config.get(name)
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not ids or any(type(i) is not int or i < first for i in ids):
+        raise ConfigError(f"{origin}: {name} must list layers from {first}, got {ids!r}")
+    return tuple(ids)

@@ -26,15 +26,24 @@ def head_size(config: Mapping[str, Any]) -> int:
     )
 
 
-def parse_rope(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """RoPE parameters and longest context, whatever version of transformers wrote the config."""
+def parse_rope(config: Mapping[str, Any], origin: str = "drafter") -> tuple[dict[str, Any], int]:
+    """RoPE parameters and longest context, whatever version of transformers wrote the config.
+
+    Raises ConfigError for heads of odd size, which cannot be turned by halves.
+    """
     from transformers import LlamaConfig
 
     heads, head_dim = int(config["num_attention_heads"]), head_size(config)
+    _check_even(head_dim, origin)
     names = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
     given = {name: config[name] for name in names if config.get(name) is not None}
     full = LlamaConfig(hidden_size=head_dim * heads, num_attention_heads=heads, **given)
-    return dict(full.rope_parameters), int(full.max_position_embeddings)
+    return {**(full.rope_parameters or {})}, int(full.max_position_embeddings)
+
+
+def _check_even(head_dim: int, origin: str) -> None:
+    if head_dim % 2:
+        raise ConfigError(f"{origin}: head_dim must be even for RoPE, got {head_dim}")
 
 
 class Rotary:
@@ -52,6 +61,7 @@ class Rotary:
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+        _check_even(head_dim, origin)
         kind = parameters.get("rope_type", "default")
         if kind not in _OF_POSITION:
             raise ConfigError(
