@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
+import msgspec
 import pytest
 from engines import drafts_by_anchor, greedy, prompt, run, tiny_engine, used_pages
 
@@ -77,10 +78,6 @@ class Pair:
             if worker.engine.has_work:
                 for output in worker.engine.step():
                     worker.note(output)
-            for request in worker.engine.scheduler.running:
-                self.requests[request.id] = request
-            for request in worker.engine.scheduler.waiting:
-                self.requests[request.id] = request
 
     def settle(self, turns: int = 600) -> None:
         """Run until nothing is under way on either side."""
@@ -102,7 +99,10 @@ class Pair:
                 assert held == [0] * len(worker.engine.layout.groups), name
 
     def fetch(self, tokens: list[int], params: SamplingParams, name: str, seed: int = 3) -> None:
-        self.workers["d"].fetch(Fetch(name, tokens, params, seed, "p"))
+        worker = self.workers["d"]
+        params = msgspec.structs.replace(params, seed=seed)
+        request = self.requests[name] = worker.engine.request_of(tokens, params, request_id=name)
+        worker.fetch(Fetch(request, "p"))
 
 
 def assert_as_on_one_worker(pair: Pair, name: str, tokens: list[int], drafter: str) -> None:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import ctypes
 
+import msgspec
 import pytest
 from engines import BLOCK_WINDOWS, drafts_by_anchor, greedy, prompt, run, tiny_engine, used_pages
 
 from tandemkv.base.errors import InvariantError
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.engine.engine import Engine, completion_of
-from tandemkv.engine.handoff import Sink, Source, offers_of, resume
+from tandemkv.engine.handoff import Sink, Source, offers_of
 from tandemkv.transfer.offer import Offer, match
 from tandemkv.transfer.plan import expected_bytes, regions, routes
 
 DRAFTERS = ("eagle3", "dflash", "dspark", "self", "ngram", "none")
 LENGTHS = (1, 4, 5, 17, 33)
+
+
+def resume(engine: Engine, sink: Sink, params: SamplingParams, first: list[int], seed: int):
+    """Go on with a request whose rows were delivered."""
+    params = msgspec.structs.replace(params, seed=seed)
+    request = engine.request_of(sink.prompt, params, namespace=sink.namespace)
+    engine.submit(request, first_tokens=first)
+    return request
 
 
 def offer(engine: Engine, name: str) -> Offer:
@@ -67,7 +76,7 @@ def hand_over(
     sent = ship(source, prefill, sink, decode, **how)
     first = source.first_tokens
     source.close()
-    return resume(decode, sink, params, first, seed=seed), sent
+    return resume(decode, sink, params, first, seed), sent
 
 
 def finish(engine: Engine) -> None:
@@ -193,7 +202,7 @@ def test_a_part_of_the_target_rows_is_kept_and_the_rest_computed():
     for here, there, size in regions(route, [(0, 18)], source.pages()[0], sink.pages()[0]):
         ctypes.memmove(theirs + there, mine + here, size)
     assert sink.deliver([[(0, 18)], []]) == 18
-    request = resume(decode, sink, greedy(), source.first_tokens, seed=1)
+    request = resume(decode, sink, greedy(), source.first_tokens, 1)
     source.close()
     finish(decode)
     assert request.output == run(tiny_engine("none"), [tokens], greedy())[0].tokens

@@ -149,14 +149,10 @@ class Engine:
         priority: int = 0,
         watch: Callable[[Sequence[int]], int | None] | None = None,
         keep: bool = False,
-        first_tokens: Sequence[int] = (),
-        cached_tokens: int = 0,
-        logprobs: Sequence[TokenLogprobs] | None = None,
     ) -> Request:
         """Queue a request. Raises RequestError if it can never run as asked.
 
-        keep, first_tokens (with cached_tokens and logprobs): the two ends of a hand-off, see
-        `engine/handoff.py`.
+        keep: its pages are taken over when it ends, see `engine/handoff.py`.
         """
         request = self.request_of(
             prompt,
@@ -167,13 +163,27 @@ class Engine:
             watch=watch,
             keep=keep,
         )
+        self.submit(request)
+        return request
+
+    def submit(
+        self,
+        request: Request,
+        *,
+        first_tokens: Sequence[int] = (),
+        cached_tokens: int = 0,
+        logprobs: Sequence[TokenLogprobs] | None = None,
+    ) -> None:
+        """Queue a request of `request_of`. Raises RequestError if it can never run.
+
+        first_tokens: it comes from another worker, see `Scheduler.add_handed_over`.
+        """
         if first_tokens:
             self.scheduler.add_handed_over(
                 request, list(first_tokens), cached_tokens=cached_tokens, logprobs=logprobs
             )
         else:
             self.scheduler.add(request)
-        return request
 
     def request_of(
         self,
@@ -217,6 +227,11 @@ class Engine:
         )
         self.scheduler.check_request(request)
         return request
+
+    @property
+    def handoffs(self) -> None:
+        """An engine computes all prompts itself; a worker that stands in for one says otherwise."""
+        return None
 
     def settle(self) -> None:
         """After pages changed hands between two steps: what became free is free for all."""

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from tandemkv.base.errors import PeerError, RequestError
-from tandemkv.base.sampling import SamplingParams
 from tandemkv.base.spans import SpanSet
 from tandemkv.engine.engine import Engine
 from tandemkv.engine.handoff import Sink, Source, offers_of
-from tandemkv.kv.keys import Namespace
 from tandemkv.sched.batch import Output
+from tandemkv.sched.request import Request
 from tandemkv.transfer import session as ses
 from tandemkv.transfer import wire
 from tandemkv.transfer.desk import Receivers, Senders, Step
@@ -49,24 +48,30 @@ from tandemkv.transfer.transport import (
 
 log = logging.getLogger("tandemkv")
 
+FETCHED, COMPUTED_HERE, LEFT_OUT = "fetched", "computed_here: ", "draft_left_out: "
 NOT_COVERED = "not_covered"
 """Why a prefill worker withholds draft rows: it has a gap there itself."""
 
-Watch = Callable[[Sequence[int]], int | None]
+
+class HandoffStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the prompts that were to be computed elsewhere, since the start.
+
+    outcomes: requests by how they got their prompt's KV: "fetched", or "computed_here: " and why.
+    left_out: draft groups not exchanged with a peer, by reason. received_bytes: by layer group
+    name, as the data plane's notices say.
+    """
+
+    outcomes: dict[str, int]
+    left_out: dict[str, int]
+    received_bytes: dict[str, int]
 
 
 @dataclass(slots=True)
 class Fetch:
-    """A request on its way from a prefill worker. seed: of its sampling, on both sides."""
+    """A request, not yet the engine's, on its way from a prefill worker."""
 
-    request_id: str
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
+    request: Request
     peer: str
-    namespace: Namespace = field(default_factory=Namespace)
-    priority: int = 0
-    watch: Watch | None = None
     sink: Sink | None = None
     session: Receiver | None = None
     landed: list[SpanSet] = field(default_factory=list[SpanSet])
@@ -149,6 +154,8 @@ class Exchange:
         self.counts: Counter[str] = Counter()
         """What happened, by a constant reason: fetched, computed_here, draft_left_out:..., ..."""
         self.bytes_sent: list[int] = [0] * len(groups)
+        self.bytes_received: list[int] = [0] * len(groups)
+        """By layer group here, as written by the data plane and said in its notices."""
         self._fetches: dict[str, Fetch] = {}
         self._waiting: list[Fetch] = []
         self._by_session: dict[int, Fetch] = {}
@@ -164,7 +171,7 @@ class Exchange:
 
     def fetch(self, fetch: Fetch) -> None:
         """Have a prompt computed by a prefill worker; the request starts when its rows are here."""
-        self._fetches[fetch.request_id] = fetch
+        self._fetches[fetch.request.id] = fetch
         self._waiting.append(fetch)
         self._start_waiting()
 
@@ -202,7 +209,15 @@ class Exchange:
         elif isinstance(message, wire.Ask | wire.Renew | wire.Cancel | wire.Bye):
             self._do_sender(self.senders.receive(envelope))
         else:
+            if isinstance(message, wire.Chunk):
+                self._count(envelope.source, message)
             self._do(self.receivers.receive(envelope))
+
+    def _count(self, peer: str, chunk: wire.Chunk) -> None:
+        pairs = self.peers[peer].into if peer in self.peers else {}
+        for part, size in zip(chunk.groups, chunk.num_bytes, strict=False):
+            if part.group in pairs:
+                self.bytes_received[pairs[part.group][0].index] += size
 
     def note(self, output: Output) -> bool:
         """News from the engine's step; True if it is of a prompt that is computed for others."""
@@ -239,6 +254,20 @@ class Exchange:
             self._waiting.remove(fetch)
             self._compute_here(fetch, "peer_dead")
 
+    @property
+    def stats(self) -> HandoffStats:
+        """The counts so far."""
+        left_out = {k: n for k, n in self.counts.items() if k.startswith(LEFT_OUT)}
+        outcomes = (FETCHED, COMPUTED_HERE)
+        return HandoffStats(
+            outcomes={k: n for k, n in self.counts.items() if k.startswith(outcomes)},
+            left_out={k.removeprefix(LEFT_OUT): n for k, n in left_out.items()},
+            received_bytes={
+                group.name: size
+                for group, size in zip(self.engine.layout.groups, self.bytes_received, strict=True)
+            },
+        )
+
     def close(self) -> None:
         """End everything; the engine is not used afterwards."""
         self._transport.close()
@@ -267,7 +296,7 @@ class Exchange:
             self.refused[theirs.engine_id] = str(error)
             return
         for left in plan.left_out:
-            self.counts[f"draft_left_out: {left.reason}"] += 1
+            self.counts[LEFT_OUT + left.reason] += 1
         self.peers[theirs.engine_id] = _Peer(theirs, plan, name)
         self._names[name] = theirs.engine_id
         if isinstance(message, wire.Hello):
@@ -290,12 +319,12 @@ class Exchange:
 
     def _open(self, fetch: Fetch) -> bool:
         """Hold pages and ask for rows; False: no room now."""
-        peer, engine = self.peers[fetch.peer], self.engine
-        fetch.sink = sink = Sink.open(engine, fetch.prompt, fetch.namespace)
+        peer, engine, request = self.peers[fetch.peer], self.engine, fetch.request
+        fetch.sink = sink = Sink.open(engine, request.prompt, request.namespace)
         if sink is None:
             return False
         fetch.landed = [SpanSet() for _ in engine.layout.groups]
-        tables, asks, n = sink.pages(), [], len(fetch.prompt)
+        tables, asks = sink.pages(), []
         for pair in peer.plan.pairs:
             spans, size = sink.wanted[pair.index], pair.mine.page_size
             if spans:
@@ -304,17 +333,16 @@ class Exchange:
                 pages = tuple(tables[pair.index][first:last])
                 asks.append(wire.GroupAsk(pair.peer_index, tuple(spans), first, pages))
         required = frozenset(pair.peer_index for pair in peer.plan.pairs if pair.group.required)
-        assert n
         step = self.receivers.ask(
             fetch.peer,
-            request_id=fetch.request_id,
-            tokens=fetch.prompt,
-            params=fetch.params,
-            seed=fetch.seed,
+            request_id=request.id,
+            tokens=request.prompt,
+            params=request.params,
+            seed=request.seed,
             groups=asks,
             required=required,
-            namespace=fetch.namespace,
-            priority=fetch.priority,
+            namespace=request.namespace,
+            priority=request.priority,
         )
         fetch.session = step.session
         assert step.session is not None
@@ -341,7 +369,7 @@ class Exchange:
                     self._ready(fetch, action)
                 case ses.GiveUp(reason=reason) if fetch is not None:
                     if not fetch.gone:
-                        log.warning("hand-off of %s given up: %s", fetch.request_id, reason)
+                        log.warning("hand-off of %s given up: %s", fetch.request.id, reason)
                         self._compute_here(fetch, "given_up")
                 case ses.Release() if fetch is not None:
                     self._release(fetch)
@@ -373,10 +401,10 @@ class Exchange:
         if fetch.ready is None or fetch.gone:
             return
         first = fetch.ready.first
-        self._fetches.pop(fetch.request_id, None)
-        self.counts["fetched"] += 1
-        self._add(
-            fetch,
+        self._fetches.pop(fetch.request.id, None)
+        self.counts[FETCHED] += 1
+        self.engine.submit(
+            fetch.request,
             first_tokens=[first.token],
             cached_tokens=first.cached_tokens,
             logprobs=None if first.logprobs is None else [first.logprobs],
@@ -384,20 +412,9 @@ class Exchange:
 
     def _compute_here(self, fetch: Fetch, reason: str) -> None:
         """The request goes on without the other worker: what landed is found in the tree."""
-        self._fetches.pop(fetch.request_id, None)
-        self.counts[f"computed_here: {reason}"] += 1
-        self._add(fetch)
-
-    def _add(self, fetch: Fetch, **more: Any) -> None:
-        self.engine.add(
-            fetch.prompt,
-            msgspec.structs.replace(fetch.params, seed=fetch.seed),
-            namespace=fetch.namespace,
-            request_id=fetch.request_id,
-            priority=fetch.priority,
-            watch=fetch.watch,
-            **more,
-        )
+        self._fetches.pop(fetch.request.id, None)
+        self.counts[COMPUTED_HERE + reason] += 1
+        self.engine.submit(fetch.request)
 
     # -- prefill side ------------------------------------------------------------------------
 
@@ -525,14 +542,15 @@ class Exchange:
         peer, outgoing, ask = self.peers[name], self._sources[id(session)], session.ask
         assert ask is not None
         tables = {part.group: part.table for part in ask.groups}
-        here, batches = outgoing.source.pages(), []
+        here, batches, sizes = outgoing.source.pages(), [], []
         for part in groups:
             pair, route = peer.out[part.group]
             found = regions(route, part.spans, here[part.group], tables[part.group])
             batches.append(Batch(pair.index, pair.peer_index, found))
-            self.bytes_sent[part.group] += sum(size for _, _, size in found)
+            sizes.append(sum(size for _, _, size in found))
+            self.bytes_sent[part.group] += sizes[-1]
         notice = wire.encode(
-            wire.Chunk(epoch=session.epoch, index=index, groups=groups),
+            wire.Chunk(epoch=session.epoch, index=index, groups=groups, num_bytes=tuple(sizes)),
             source=self.engine_id,
             target=name,
             secret=self._secret,

@@ -10,7 +10,7 @@ and nothing else. Both are used between steps, on the engine's thread. No byte i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -207,30 +207,3 @@ class Sink:
                 if missing:
                     rows = min(rows, missing[0][0])
         return rows
-
-
-def resume(
-    engine: Engine,
-    sink: Sink,
-    params: SamplingParams,
-    first_tokens: list[int],
-    *,
-    seed: int,
-    request_id: str | None = None,
-    cached_tokens: int = 0,
-    logprobs: Sequence[TokenLogprobs] | None = None,
-    watch: Callable[[Sequence[int]], int | None] | None = None,
-    priority: int = 0,
-) -> Request:
-    """Go on with a request whose rows were delivered; its first tokens are news to the client."""
-    return engine.add(
-        sink.prompt,
-        msgspec.structs.replace(params, seed=seed),
-        namespace=sink.namespace,
-        request_id=request_id,
-        priority=priority,
-        watch=watch,
-        first_tokens=first_tokens,
-        cached_tokens=cached_tokens,
-        logprobs=logprobs,
-    )

@@ -31,10 +31,10 @@ from tandemkv.base.errors import ConfigError, TandemError
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.engine.channel import Channel
 from tandemkv.engine.engine import Engine
-from tandemkv.engine.exchange import Exchange, Fetch
+from tandemkv.engine.exchange import COMPUTED_HERE, Exchange, Fetch, HandoffStats
 from tandemkv.kv.keys import Namespace
 from tandemkv.sched.batch import Output
-from tandemkv.sched.request import FinishReason
+from tandemkv.sched.request import FinishReason, Request
 from tandemkv.transfer.offer import WorkerRole
 
 log = logging.getLogger("tandemkv")
@@ -155,20 +155,8 @@ class DecodeWorker:
         request_id: str | None = None,
         priority: int = 0,
         watch: Callable[[Sequence[int]], int | None] | None = None,
-    ) -> None:
+    ) -> Request:
         """Fetch a request's prompt, or queue it here. Raises RequestError as Engine.add does."""
-        peers = [p.engine_id for p in self.prefill if p.engine_id in self.exchange.peers]
-        if not peers:
-            self.exchange.counts["computed_here: no_prefill_worker"] += 1
-            self._engine.add(
-                prompt,
-                params,
-                namespace=namespace,
-                request_id=request_id,
-                priority=priority,
-                watch=watch,
-            )
-            return
         request = self._engine.request_of(
             prompt,
             params,
@@ -177,19 +165,19 @@ class DecodeWorker:
             priority=priority,
             watch=watch,
         )
-        self._next += 1
-        self.exchange.fetch(
-            Fetch(
-                request.id,
-                request.prompt,
-                request.params,
-                request.seed,
-                peers[self._next % len(peers)],
-                namespace,
-                priority,
-                watch,
-            )
-        )
+        peers = [p.engine_id for p in self.prefill if p.engine_id in self.exchange.peers]
+        if peers:
+            self._next += 1
+            self.exchange.fetch(Fetch(request, peers[self._next % len(peers)]))
+        else:
+            self.exchange.counts[COMPUTED_HERE + "no_prefill_worker"] += 1
+            self._engine.submit(request)
+        return request
+
+    @property
+    def handoffs(self) -> HandoffStats:
+        """What became of the prompts given to prefill workers."""
+        return self.exchange.stats
 
     @property
     def has_work(self) -> bool:

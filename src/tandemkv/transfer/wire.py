@@ -192,10 +192,14 @@ class Accept(SessionMessage, frozen=True, kw_only=True, tag=True):
 
 
 class Chunk(SessionMessage, frozen=True, kw_only=True, tag=True):
-    """These slots have been written; one such notice comes for each of num_parts rank pairs."""
+    """These slots have been written; one such notice comes for each of num_parts rank pairs.
+
+    num_bytes: as written, of each of `groups`, for whoever counts; decides nothing.
+    """
 
     index: Count
     groups: tuple[GroupSpans, ...]
+    num_bytes: tuple[Count, ...] = ()
     part: Part = 0
     num_parts: Annotated[int, Meta(ge=1, le=2**16)] = 1
 
