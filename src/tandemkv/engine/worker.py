@@ -180,6 +180,12 @@ class DecodeWorker:
         return self.exchange.stats
 
     @property
+    def num_prefill_workers(self) -> int:
+        """Prefill processes that are alive and would be given a prompt now."""
+        peers = self.exchange.peers
+        return sum(process.alive and process.engine_id in peers for process in self.prefill)
+
+    @property
     def has_work(self) -> bool:
         return bool(self._ended) or self._engine.has_work or self.exchange.busy
 

@@ -3,7 +3,8 @@
     AL = 1 + spec_decode_num_accepted_tokens_total / spec_decode_num_drafts_total
 
 Law: the accepted tokens by position sum to the accepted tokens; accepted <= drafted; a hit is never
-larger than its query; there is no `_created` series. Rendering reads one snapshot of the engine's
+larger than its query; draft bytes are part of the bytes received; series of hand-offs are absent
+where none are made; there is no `_created` series. Rendering reads one snapshot of the engine's
 counters and never fails, whatever has happened so far. Nothing is registered globally.
 """
 
@@ -27,6 +28,7 @@ from tandemkv.kv.coverage import HOLES, LOOKAHEAD
 
 if TYPE_CHECKING:
     from tandemkv.engine.engine import Engine
+    from tandemkv.engine.exchange import HandoffStats
 
 PREFIX = "tandemkv:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -45,13 +47,26 @@ class Pages(msgspec.Struct, frozen=True):
     total: int
 
 
+class Handoffs(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompts that were to be computed by prefill workers.
+
+    workers: those that would be given one now. outcomes: requests by (outcome, reason). left_out:
+    draft groups not exchanged with a worker, by reason. received_bytes: by layer group name.
+    """
+
+    workers: int
+    outcomes: Mapping[tuple[str, str], int]
+    left_out: Mapping[str, int]
+    received_bytes: Mapping[str, int]
+
+
 class Snapshot(msgspec.Struct, kw_only=True):
     """The engine's counters at one moment. Tokens unless said otherwise.
 
     accepted_at[j]: drafts accepted at position j. pages: by layer group name. draft_hits: draft
     rows reused, by where they came from; draft_gaps: draft slots masked, by reason;
     target_recomputed: positions that the target ran for the drafter alone, by reason.
-    draft_pages_held: by the drafter's layer groups.
+    draft_pages_held: by the drafter's layer groups. handoffs: None without prefill workers.
     """
 
     running: int = 0
@@ -73,6 +88,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     draft_resumed: Mapping[str, int] = {}
     pages: Mapping[str, Pages] = {}
     draft_pages_held: Mapping[str, int] = {}
+    handoffs: Handoffs | None = None
 
 
 class Histogram:
@@ -138,6 +154,8 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._gauges(self._snapshot)
         yield from self._counters(self._snapshot)
+        if self._snapshot.handoffs is not None:
+            yield from self._handoffs(self._snapshot.handoffs)
         yield from self._histograms()
 
     def _gauges(self, s: Snapshot) -> Iterator[Metric]:
@@ -201,6 +219,27 @@ class EngineCollector(Collector):
         ):
             yield self._labelled(name, doc, label, values)
 
+    def _handoffs(self, h: Handoffs) -> Iterator[Metric]:
+        yield self._gauge("prefill_workers", "Prefill workers alive and reachable.", h.workers)
+        outcomes = CounterMetricFamily(
+            PREFIX + "kv_handoffs",
+            "Requests by where their prompt was computed, and why here.",
+            labels=("model_name", "outcome", "reason"),
+        )
+        for labels, count in h.outcomes.items():
+            outcomes.add_metric((self._model, *labels), count)
+        yield outcomes
+        for name, doc, label, values in (
+            (
+                "kv_handoff_groups_left_out",
+                "Draft groups not exchanged with a worker.",
+                "reason",
+                h.left_out,
+            ),
+            ("kv_transferred_bytes", "KV received, by layer group.", "group", h.received_bytes),
+        ):
+            yield self._labelled(name, doc, label, values)
+
     def _histograms(self) -> Iterator[Metric]:
         lat = self._latencies
         for name, doc, histogram in (
@@ -242,6 +281,8 @@ def snapshot_of(engine: Engine) -> Snapshot:
     drafts = sched.acceptance
     names = [group.name for group in engine.layout.groups]
     usage = engine.kv.usage()
+    handoffs = _handoffs_of(engine)
+    received = handoffs.received_bytes if handoffs is not None else {}
     return Snapshot(
         running=sched.num_running,
         waiting=sched.num_waiting,
@@ -258,10 +299,28 @@ def snapshot_of(engine: Engine) -> Snapshot:
         draft_gaps=dict(kv.draft_gap_tokens),
         draft_recomputed=kv.draft_recomputed_tokens,
         target_recomputed=NOTHING | kv.target_recomputed_tokens,
+        draft_transferred_bytes=sum(received.get(names[g], 0) for g in engine.layout.draft_groups),
         draft_resumed=dict(sched.resumed),
         pages={
             name: Pages(u.free, u.held, u.cached, u.total)
             for name, u in zip(names, usage, strict=True)
         },
         draft_pages_held={names[g]: usage[g].held for g in engine.layout.draft_groups},
+        handoffs=handoffs,
+    )
+
+
+def _handoffs_of(engine: Engine) -> Handoffs | None:
+    stats: HandoffStats | None = getattr(engine, "handoffs", None)
+    if stats is None:
+        return None
+    outcomes = {("fetched", ""): 0}
+    for text, count in stats.outcomes.items():
+        outcome, _, reason = text.partition(": ")
+        outcomes[outcome, reason] = count
+    return Handoffs(
+        workers=getattr(engine, "num_prefill_workers", 0),
+        outcomes=outcomes,
+        left_out=stats.left_out,
+        received_bytes=stats.received_bytes,
     )
