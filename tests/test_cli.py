@@ -104,6 +104,9 @@ def test_version_is_printed(capsys):
         (["acceptance", "--shared-tokens", "9", "--paths", "warm"], "--shared-tokens says nothing"),
         (["acceptance", "--paths", "branches", "--branches", "0"], "--branches must be at least 1"),
         (["acceptance", "--paths", "branches_evict"], "did you mean 'branches_evicted'"),
+        (["acceptance", "--disaggregate", "1p2d"], "1p2d: one decode worker is supported"),
+        (["acceptance", "--disaggregate", "0p1d"], "must look like 1p1d, got '0p1d'"),
+        (["acceptance", "--disaggregate", "x"], "--disaggregate must look like 1p1d, got 'x'"),
         (["acceptance", "--top-p", "0.9"], "--top-p says nothing where decoding is greedy"),
         (["acceptance", "--verification", "block"], "--verification says nothing where decoding"),
         (["acceptance", "--seed", "1", "--temperature", "0"], "--seed says nothing where"),
@@ -323,6 +326,21 @@ def test_sampling_runs_no_plain_decoding_unless_asked_and_a_preset_then_has_a_wa
 def test_branches_are_as_many_and_as_long_as_asked(given):
     asked = lab_options(given("--paths", "branches", "--branches", "3", "--shared-tokens", "4096"))
     assert (asked.paths, asked.branches, asked.shared_tokens) == (("branches",), 3, 4096)
+
+
+def test_prefill_workers_are_as_many_as_asked(given):
+    assert lab_options(given()).num_prefill == 0
+    assert lab_options(given("--disaggregate", "1p1d")).num_prefill == 1
+    assert lab_options(given("--disaggregate", "3p1d")).num_prefill == 3
+
+
+def test_workers_share_the_cores_unless_threads_are_said(given, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert lab_options(given()).engine.threads is None
+    assert lab_options(given("--disaggregate", "1p1d")).engine.threads == 4
+    assert lab_options(given("--disaggregate", "9p1d")).engine.threads == 1
+    said = given("--disaggregate", "1p1d", "--threads", "7")
+    assert lab_options(said).engine.threads == 7
 
 
 def test_the_defaults_of_acceptance_that_help_shows_are_those_that_hold():

@@ -12,6 +12,7 @@ from engines import tiny_engine
 
 from tandemkv.base.config import EngineConfig
 from tandemkv.engine.engine import Engine
+from tandemkv.lab import disaggregated
 from tandemkv.lab.acceptance import Experiment
 from tandemkv.lab.options import LabOptions
 
@@ -46,11 +47,12 @@ def write_prompts(path: Path, texts: tuple[str, ...] = TEXTS) -> str:
 
 
 def experiment(prompts: str, *drafters: str, **options: object) -> Experiment:
-    """An experiment that has not run; options are LabOptions', and the engine's faults."""
+    """An experiment that has not run; options are LabOptions', the engine's faults, and workers."""
+    workers = options.pop("workers", disaggregated.workers)
     asked = LabOptions(
         engine=EngineConfig(faults=options.pop("faults", ())),  # type: ignore[arg-type]
         drafters=drafters,
         prompts=prompts,
         **({"max_tokens": 24} | options),  # type: ignore[arg-type]
     )
-    return Experiment(asked, make_engine=make_engine)
+    return Experiment(asked, make_engine=make_engine, workers=workers)  # type: ignore[arg-type]
