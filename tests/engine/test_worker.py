@@ -55,7 +55,17 @@ def config(model: Path, **changes: object) -> EngineConfig:
 
 @pytest.fixture
 def worker(model: Path) -> Iterator[DecodeWorker]:
-    made = DecodeWorker(Engine.from_config(config(model)), 1)
+    yield from made(model)
+
+
+@pytest.fixture
+def alone(model: Path) -> Iterator[DecodeWorker]:
+    """One whose prefill process, once gone, stays gone."""
+    yield from made(model, restart=False)
+
+
+def made(model: Path, **how: bool) -> Iterator[DecodeWorker]:
+    made = DecodeWorker(Engine.from_config(config(model)), 1, **how)
     yield made
     pids = [process.pid for process in made.prefill]
     made.close()
@@ -121,7 +131,8 @@ def test_rows_cross_processes_and_the_drafter_notices_nothing(worker, model):
 
 
 @pytest.mark.parametrize("turns", [0, 2, 6])
-def test_a_prefill_process_that_is_killed_costs_no_request(worker, model, turns):
+def test_a_prefill_process_that_is_killed_costs_no_request(alone, model, turns):
+    worker = alone
     tokens = prompt(300, seed=5)
     worker.add(tokens, greedy(), request_id="r")
     for _ in range(turns):
@@ -132,6 +143,34 @@ def test_a_prefill_process_that_is_killed_costs_no_request(worker, model, turns)
     worker.add(prompt(40, seed=6), greedy(), request_id="later")
     assert tokens_of(finish(worker, {"later"})["later"]) == plain(model, prompt(40, seed=6))
     assert worker.exchange.counts["computed_here: no_prefill_worker"] == 1
+
+
+def test_another_prefill_process_takes_the_place_of_one_that_is_killed(worker, model):
+    first = worker.prefill[0].pid
+    os.kill(first, signal.SIGKILL)
+    worker.prefill[0].wait()
+    until = time.monotonic() + 120
+    worker.step()
+    while not worker.num_prefill_workers and time.monotonic() < until:
+        worker.step()
+    assert worker.prefill[0].pid != first
+    worker.add(prompt(60, seed=9), greedy(), request_id="r")
+    assert tokens_of(finish(worker, {"r"})["r"]) == plain(model, prompt(60, seed=9))
+    assert worker.exchange.counts["fetched"] == 1
+
+
+def test_one_that_keeps_ending_is_started_less_and_less_often(worker):
+    os.kill(worker.prefill[0].pid, signal.SIGKILL)
+    worker.prefill[0].wait()
+    starts = 0
+    for now in range(200):
+        before = worker.prefill[0]
+        worker._look_after(float(now) + worker._then)
+        if worker.prefill[0] is not before:
+            starts += 1
+            os.kill(worker.prefill[0].pid, signal.SIGKILL)
+            worker.prefill[0].wait()
+    assert 5 <= starts <= 9
 
 
 def test_an_abort_while_rows_are_on_their_way_leaks_nothing(worker):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -37,6 +37,9 @@ from tandemkv.runner.storage import Storage
 from tandemkv.sched.batch import Output, StepRecord
 from tandemkv.sched.request import Request
 from tandemkv.sched.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from tandemkv.engine.exchange import HandoffStats
 
 log = logging.getLogger("tandemkv")
 
@@ -229,7 +232,7 @@ class Engine:
         return request
 
     @property
-    def handoffs(self) -> None:
+    def handoffs(self) -> HandoffStats | None:
         """An engine computes all prompts itself; a worker that stands in for one says otherwise."""
         return None
 

@@ -29,7 +29,7 @@ from tandemkv.transfer import session as ses
 from tandemkv.transfer import wire
 from tandemkv.transfer.desk import Receivers, Senders, Step
 from tandemkv.transfer.offer import GroupPair, Offer, PeerPlan, Refusal, WorkerRole, match
-from tandemkv.transfer.plan import Route, due, lacks, regions, routes
+from tandemkv.transfer.plan import Route, due, expected_bytes, lacks, regions, routes
 from tandemkv.transfer.receiver import Receiver
 from tandemkv.transfer.sender import Sender
 from tandemkv.transfer.transport import (
@@ -57,12 +57,13 @@ class HandoffStats(msgspec.Struct, frozen=True, kw_only=True):
     """What became of the prompts that were to be computed elsewhere, since the start.
 
     outcomes: requests by how they got their prompt's KV: "fetched", or "computed_here: " and why.
-    left_out: draft groups not exchanged with a peer, by reason. received_bytes: by layer group
-    name, as the data plane's notices say.
+    left_out: draft groups not exchanged with a peer, by reason. By layer group name: asked_bytes,
+    of the slots asked for; received_bytes, as the data plane's notices say.
     """
 
     outcomes: dict[str, int]
     left_out: dict[str, int]
+    asked_bytes: dict[str, int]
     received_bytes: dict[str, int]
 
 
@@ -154,6 +155,7 @@ class Exchange:
         self.counts: Counter[str] = Counter()
         """What happened, by a constant reason: fetched, computed_here, draft_left_out:..., ..."""
         self.bytes_sent: list[int] = [0] * len(groups)
+        self.bytes_asked: list[int] = [0] * len(groups)
         self.bytes_received: list[int] = [0] * len(groups)
         """By layer group here, as written by the data plane and said in its notices."""
         self._fetches: dict[str, Fetch] = {}
@@ -259,13 +261,12 @@ class Exchange:
         """The counts so far."""
         left_out = {k: n for k, n in self.counts.items() if k.startswith(LEFT_OUT)}
         outcomes = (FETCHED, COMPUTED_HERE)
+        names = [group.name for group in self.engine.layout.groups]
         return HandoffStats(
             outcomes={k: n for k, n in self.counts.items() if k.startswith(outcomes)},
             left_out={k.removeprefix(LEFT_OUT): n for k, n in left_out.items()},
-            received_bytes={
-                group.name: size
-                for group, size in zip(self.engine.layout.groups, self.bytes_received, strict=True)
-            },
+            asked_bytes=dict(zip(names, self.bytes_asked, strict=True)),
+            received_bytes=dict(zip(names, self.bytes_received, strict=True)),
         )
 
     def close(self) -> None:
@@ -282,6 +283,14 @@ class Exchange:
 
     def _meet(self, message: wire.Hello | wire.Welcome) -> None:
         theirs = message.offer
+        known = self.peers.get(theirs.engine_id)
+        if known is None or known.offer != theirs:
+            self._admit(theirs)
+        if isinstance(message, wire.Hello) and theirs.engine_id in self.peers:
+            self._say(theirs.engine_id, wire.Welcome(offer=self.offer))
+
+    def _admit(self, theirs: Offer) -> None:
+        """Make a worker a peer, or refuse it by name."""
         plan = match(self.offer, theirs)
         if isinstance(plan, Refusal):
             self.refused[theirs.engine_id] = str(plan)
@@ -299,8 +308,6 @@ class Exchange:
             self.counts[LEFT_OUT + left.reason] += 1
         self.peers[theirs.engine_id] = _Peer(theirs, plan, name)
         self._names[name] = theirs.engine_id
-        if isinstance(message, wire.Hello):
-            self._say(theirs.engine_id, wire.Welcome(offer=self.offer))
 
     def _say(self, peer: str, message: Any) -> None:
         self._send(
@@ -331,6 +338,8 @@ class Exchange:
                 first = spans[0][0] // size
                 last = -(-spans[-1][1] // size)
                 pages = tuple(tables[pair.index][first:last])
+                _, route = peer.into[pair.peer_index]
+                self.bytes_asked[pair.index] += expected_bytes([route], spans)
                 asks.append(wire.GroupAsk(pair.peer_index, tuple(spans), first, pages))
         required = frozenset(pair.peer_index for pair in peer.plan.pairs if pair.group.required)
         step = self.receivers.ask(

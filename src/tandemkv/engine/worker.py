@@ -5,13 +5,14 @@
               computed here when there is none, or when one fails
 
 Law: a request ends once, whatever happens to the other worker. The decode worker notices that a
-prefill process is gone by its exit, goes on without it, and says so. No rule of its own: sessions
-and cache decide. One thread owns all of it.
+prefill process is gone by its exit, goes on without it, says so, and starts another. No rule of its
+own: sessions and cache decide. One thread owns all of it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -35,6 +36,7 @@ from tandemkv.engine.exchange import COMPUTED_HERE, Exchange, Fetch, HandoffStat
 from tandemkv.kv.keys import Namespace
 from tandemkv.sched.batch import Output
 from tandemkv.sched.request import FinishReason, Request
+from tandemkv.transfer import wire
 from tandemkv.transfer.offer import WorkerRole
 
 log = logging.getLogger("tandemkv")
@@ -43,6 +45,8 @@ IDLE_S = 0.05
 BUSY_S = 0.001
 GREET_EVERY_S = 0.2
 START_S = 300.0
+RESTART_S, MAX_RESTART_S = 0.5, 60.0
+"""Wait before a prefill process is started again; doubled each time one ends before it greets."""
 
 
 class WorkerOptions(msgspec.Struct, kw_only=True):
@@ -50,6 +54,7 @@ class WorkerOptions(msgspec.Struct, kw_only=True):
 
     engine: EngineConfig
     address: str
+    engine_id: str
     draft_transfer: bool = True
 
 
@@ -59,12 +64,11 @@ def new_engine_id(role: str) -> str:
 
 
 def exchange_of(
-    engine: Engine, role: WorkerRole, address: str, *, draft_transfer: bool = True
+    engine: Engine, role: WorkerRole, address: str, engine_id: str, *, draft_transfer: bool = True
 ) -> tuple[Exchange, Channel]:
     """An engine's hand-offs over NIXL and ZeroMQ. ConfigError where NIXL is not installed."""
     from tandemkv.transfer.nixl import Nixl
 
-    engine_id = new_engine_id(role)
     channel = Channel(address, engine_id)
     try:
         transport = Nixl(engine_id)
@@ -81,9 +85,15 @@ class PrefillProcess:
     """A prefill worker as a child of this process; it ends with it."""
 
     def __init__(self, config: EngineConfig, address: str, *, draft_transfer: bool = True) -> None:
-        options = WorkerOptions(engine=config, address=address, draft_transfer=draft_transfer)
-        self.address = address
-        self.engine_id = ""
+        self.address, self.engine_id = address, new_engine_id(WorkerRole.PREFILL)
+        self.ended = False
+        """Whether its end has been noticed."""
+        options = WorkerOptions(
+            engine=config,
+            address=address,
+            engine_id=self.engine_id,
+            draft_transfer=draft_transfer,
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tandemkv.engine.worker"],
             stdin=subprocess.PIPE,
@@ -102,6 +112,10 @@ class PrefillProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    def wait(self) -> None:
+        """Until it has ended."""
+        self._process.wait()
+
     def close(self) -> None:
         """End it: its stdin closes, which it takes as the end; then by force."""
         if self._process.stdin is not None:
@@ -117,26 +131,31 @@ class PrefillProcess:
 class DecodeWorker:
     """An engine whose prompts are computed by prefill processes. Stands in for an Engine.
 
-    num_prefill: processes to start with the same configuration. Raises ConfigError if one does not
-    come up.
+    num_prefill: processes to start with the same configuration. restart: start another for one that
+    has ended. Raises ConfigError if one does not come up at first.
     """
 
-    def __init__(self, engine: Engine, num_prefill: int, *, draft_transfer: bool = True) -> None:
+    def __init__(
+        self, engine: Engine, num_prefill: int, *, draft_transfer: bool = True, restart: bool = True
+    ) -> None:
         self._engine = engine
+        self._draft_transfer, self._restart = draft_transfer, restart
         self._directory = tempfile.TemporaryDirectory(prefix="tandemkv-")
         place = Path(self._directory.name)
-        self.prefill = [
-            PrefillProcess(
-                engine.config, f"ipc://{place}/prefill{i}", draft_transfer=draft_transfer
-            )
-            for i in range(num_prefill)
-        ]
-        self._then = time.monotonic()
+        self._addresses = (f"ipc://{place}/prefill{n}" for n in itertools.count())
+        self.prefill = [self._spawn() for _ in range(num_prefill)]
+        self._then = self._greeted = time.monotonic()
+        self._due = [0.0] * num_prefill
+        self._failures = [0] * num_prefill
         self._ended: list[Output] = []
         self._next = 0
         try:
             self.exchange, self._channel = exchange_of(
-                engine, WorkerRole.DECODE, f"ipc://{place}/decode", draft_transfer=draft_transfer
+                engine,
+                WorkerRole.DECODE,
+                f"ipc://{place}/decode",
+                new_engine_id(WorkerRole.DECODE),
+                draft_transfer=draft_transfer,
             )
             self._await_peers()
         except BaseException:
@@ -224,23 +243,50 @@ class DecodeWorker:
         now = time.monotonic()
         elapsed, self._then = now - self._then, now
         self.exchange.poll(elapsed)
-        for process in self.prefill:
-            if process.engine_id and not process.alive:
-                log.warning("prefill worker %s is gone; going on without it", process.engine_id)
-                self.exchange.peer_dead(process.engine_id, "its process ended")
-                process.engine_id = ""
+        self._look_after(now)
+
+    def _spawn(self) -> PrefillProcess:
+        return PrefillProcess(
+            self._engine.config, next(self._addresses), draft_transfer=self._draft_transfer
+        )
+
+    def _look_after(self, now: float) -> None:
+        """Notice prefill processes that have ended, start others, and greet those."""
+        greet = now - self._greeted >= GREET_EVERY_S
+        for i, process in enumerate(self.prefill):
+            if process.alive:
+                if greet and process.engine_id not in self.exchange.peers:
+                    self._greet(process)
+                continue
+            if not process.ended:
+                process.ended = True
+                self._note_end(i, process, now)
+            if self._restart and now >= self._due[i]:
+                self.prefill[i] = self._spawn()
+                self._greet(self.prefill[i])
+        if greet:
+            self._greeted = now
+
+    def _note_end(self, i: int, process: PrefillProcess, now: float) -> None:
+        known = process.engine_id in self.exchange.peers
+        self._failures[i] = 0 if known else self._failures[i] + 1
+        wait = min(MAX_RESTART_S, RESTART_S * 2 ** self._failures[i])
+        self._due[i] = now + wait
+        then = f"another starts in {wait:g} s" if self._restart else "going on without it"
+        log.warning("prefill worker %s is gone; %s", process.engine_id, then)
+        self.exchange.peer_dead(process.engine_id, "its process ended")
+        process.close()
+
+    def _greet(self, process: PrefillProcess) -> None:
+        hello = wire.Hello(offer=self.exchange.offer)
+        frame = wire.encode(hello, source=self.exchange.engine_id, target=process.engine_id)
+        self._channel.send_to(process.address, frame)
 
     def _await_peers(self) -> None:
         """Greet every prefill process until it answers."""
-        from tandemkv.transfer import wire
-
-        frame = wire.encode(
-            wire.Hello(offer=self.exchange.offer), source=self.exchange.engine_id, target=""
-        )
         deadline = time.monotonic() + START_S
         for process in self.prefill:
-            before = set(self.exchange.peers)
-            while len(self.exchange.peers) == len(before):
+            while process.engine_id not in self.exchange.peers:
                 if self.exchange.refused:
                     raise ConfigError(
                         f"prefill worker: {next(iter(self.exchange.refused.values()))}"
@@ -249,17 +295,20 @@ class DecodeWorker:
                     raise ConfigError("a prefill worker ended before it was ready")
                 if time.monotonic() > deadline:
                     raise ConfigError(f"a prefill worker did not answer within {START_S:g} s")
-                self._channel.send_to(process.address, frame)
+                self._greet(process)
                 for data in self._channel.receive(GREET_EVERY_S):
                     self.exchange.hear(data)
-            (process.engine_id,) = set(self.exchange.peers) - before
 
 
 def run_prefill(options: WorkerOptions, ended: Callable[[], bool]) -> None:
     """A prefill worker's loop, until `ended`."""
     engine = Engine.from_config(options.engine)
     exchange, channel = exchange_of(
-        engine, WorkerRole.PREFILL, options.address, draft_transfer=options.draft_transfer
+        engine,
+        WorkerRole.PREFILL,
+        options.address,
+        options.engine_id,
+        draft_transfer=options.draft_transfer,
     )
     then = time.monotonic()
     try:

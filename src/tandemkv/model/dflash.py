@@ -368,7 +368,7 @@ def _fit(target: Target, config: DFlashConfig, weights: Mapping[str, Tensor], or
             f"{origin}: made for a vocabulary of {config.vocab_size}, this target has"
             f" {spec.vocab_size}"
         )
-    depth = getattr(config, "num_target_layers", None)
+    depth = config.num_target_layers
     if depth not in (None, spec.num_layers):
         raise ConfigError(
             f"{origin}: made for a target of {depth} layers, this target has {spec.num_layers}"
