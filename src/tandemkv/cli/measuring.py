@@ -13,6 +13,7 @@ import typer
 
 from tandemkv.base.config import EngineConfig
 from tandemkv.base.errors import ConfigError
+from tandemkv.cli.disaggregate import num_prefill, share_cores
 from tandemkv.cli.loading import load, warned, watched
 from tandemkv.cli.options import (
     ENGINE,
@@ -67,6 +68,13 @@ _ACCEPTANCE = (
         ("--show-loss",),
         default="off",
     ),
+    Opt(
+        "disaggregate",
+        str,
+        "Also run the conversations handed over between workers, with the drafter's rows and"
+        " without: 1p1d, or Np1d for N prefill workers.",
+        default="off",
+    ),
     Opt("branches", int, "Branches of each shared prompt.", default="6"),
     Opt("shared_tokens", int, "Length of the prompt that branches share.", default="2048"),
     *(
@@ -113,6 +121,7 @@ def register(app: typer.Typer) -> None:
             "tandemkv acceptance --drafter eagle3,dflash,dspark --limit 12 --show-loss",
             "tandemkv acceptance --preset gsm8k --drafter all --num-draft-tokens 7 --json k7.json",
             "tandemkv acceptance --drafter dspark --paths branches,branches_evicted",
+            "tandemkv acceptance --drafter eagle3 --disaggregate 1p1d",
             "tandemkv acceptance --temperature 1 --top-p 0.95 --verification block --show-loss",
         ),
     )(acceptance)
@@ -173,8 +182,10 @@ def lab_options(given: SimpleNamespace) -> Any:
         fixed["max_running"] = given.batch
     if given.drafter_path is not None:
         fields["drafter_paths"] = paths_of(given.drafter_path, drafters)
+    fields["num_prefill"] = workers = num_prefill(given.disaggregate)
     given = SimpleNamespace(**{**vars(given), "drafter": None, "drafter_path": None})
-    return LabOptions(engine=engine_config(given, **fixed), drafters=drafters, **fields)
+    config = share_cores(engine_config(given, **fixed), workers)
+    return LabOptions(engine=config, drafters=drafters, **fields)
 
 
 _COUNTS = ("limit", "max_tokens", "batch", "branches", "shared_tokens", "num_draft_tokens")

@@ -5,17 +5,15 @@ Law: what is printed on stdout is the model's text alone; acceptance and remarks
 
 from __future__ import annotations
 
-import os
-import re
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import typer
 
 from tandemkv.base.errors import ConfigError, RequestError, TandemError
+from tandemkv.cli.disaggregate import num_prefill, share_cores
 from tandemkv.cli.loading import description, load, watched
 from tandemkv.cli.options import (
     ENGINE,
@@ -109,10 +107,10 @@ def serve(given: SimpleNamespace) -> None:
     grace_s = DEFAULT_GRACE_S if given.grace is None else given.grace
     if not 0 <= grace_s <= MAX_GRACE_S:
         raise ConfigError(f"--grace must be in [0, {MAX_GRACE_S}] seconds, got {grace_s}")
-    num_prefill = _num_prefill(given)
-    if num_prefill and config.threads is None and not config.device.startswith("cuda"):
-        share = max(1, len(os.sched_getaffinity(0)) // (1 + num_prefill))
-        config = msgspec.structs.replace(config, threads=share)
+    workers = num_prefill(given.disaggregate)
+    if given.draft_transfer is not None and not workers:
+        raise ConfigError("--draft-transfer says nothing without --disaggregate")
+    config = share_cores(config, workers)
     from tandemkv.serve.address import bind
 
     sock = bind(given.host or "127.0.0.1", port)  # a port in use is said before anything loads
@@ -121,27 +119,13 @@ def serve(given: SimpleNamespace) -> None:
     from tandemkv.serve.http import run_server
 
     about = description(engine.resolved)
-    if num_prefill:
+    if workers:
         from tandemkv.engine.worker import DecodeWorker
 
-        print(f"starting {num_prefill} prefill worker(s) ...", file=sys.stderr, flush=True)
-        engine = DecodeWorker(engine, num_prefill, draft_transfer=given.draft_transfer is not False)
-        about = f"{num_prefill}p1d, {about}"
+        print(f"starting {workers} prefill worker(s) ...", file=sys.stderr, flush=True)
+        engine = DecodeWorker(engine, workers, draft_transfer=given.draft_transfer is not False)
+        about = f"{workers}p1d, {about}"
     run_server(AsyncEngine(engine), sock, grace_s=grace_s, about=about)
-
-
-def _num_prefill(given: SimpleNamespace) -> int:
-    """Prefill workers asked for; 0: none."""
-    if given.disaggregate is None:
-        if given.draft_transfer is not None:
-            raise ConfigError("--draft-transfer says nothing without --disaggregate")
-        return 0
-    found = re.fullmatch(r"([1-9]\d?)p([1-9]\d?)d", given.disaggregate)
-    if found is None:
-        raise ConfigError(f"--disaggregate must look like 1p1d, got {given.disaggregate!r}")
-    if found[2] != "1":
-        raise ConfigError(f"--disaggregate {given.disaggregate}: one decode worker is supported")
-    return int(found[1])
 
 
 def generate(given: SimpleNamespace) -> None:

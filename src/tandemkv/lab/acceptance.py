@@ -6,6 +6,7 @@
     resumed      suspended on the way, several times, and resumed
     branches     prompts that share a long system prompt, in turn     against cold runs of the same
     branches_evicted     the same, every draft page evicted before the first branch
+    disaggregated, ...   handed over by prefill workers, see lab/disaggregated.py
     warm_rows_withheld   warm, the draft rows of reused blocks taken away (a seeded fault)
 
 Law: a path is compared with a cold run of the same token ids, and outputs with the target run
@@ -16,15 +17,25 @@ own and no output is compared. Faults act in the cache, never here. This module 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tandemkv.base.config import EngineConfig
 from tandemkv.base.errors import ConfigError
-from tandemkv.lab import branches, prompts
+from tandemkv.lab import branches, disaggregated, prompts
 from tandemkv.lab.experiments import Job, Run, run, run_in_turn
-from tandemkv.lab.options import BRANCHES, CONVERSATIONS, EVICTED, WITHHELD, LabOptions, has_rows
+from tandemkv.lab.options import (
+    BRANCHES,
+    CONVERSATIONS,
+    EVICTED,
+    HANDED_OVER,
+    WITHHELD,
+    WITHOUT_DRAFT,
+    LabOptions,
+    has_rows,
+)
 from tandemkv.lab.rows import Row, make_row
 
 if TYPE_CHECKING:
@@ -59,10 +70,12 @@ class Experiment:
         options: LabOptions,
         progress: Progress | None = None,
         make_engine: Callable[[EngineConfig], Engine] | None = None,
+        workers: Callable[..., AbstractContextManager[Any]] = disaggregated.workers,
     ) -> None:
         self.options = options
         self.progress = progress or Progress()
         self._make_engine = make_engine or _from_config
+        self._workers = workers
         self.rows: list[Row] = []
         self.resolved: dict[str, Any] = {}
         self._conversations = prompts.load(options.prompts, options.limit)
@@ -80,13 +93,19 @@ class Experiment:
         plain = cold + ("warm" in paths) + second + 2 * bool(branched)
         drafter = cold + len(paths & {"warm", "resumed"}) + 2 * second
         drafter += bool(branched) + 2 * branched
-        losing = sum(has_rows(name) for name in options.drafters) if options.show_loss else 0
-        return options.plain * plain + len(options.drafters) * drafter + 2 * losing
+        handed_over = (2 + second) * bool(options.num_prefill)
+        lossy = sum(has_rows(name) for name in options.drafters)
+        return (
+            options.plain * plain
+            + len(options.drafters) * (drafter + handed_over)
+            + lossy * (2 * options.show_loss + handed_over)
+        )
 
     @property
     def _runs_cold(self) -> bool:
         """Whether the conversations are run cold: all of their paths are compared with that."""
-        return self.options.show_loss or bool({*CONVERSATIONS} & {*self._paths})
+        asked = self.options.show_loss or self.options.num_prefill
+        return bool(asked or {*CONVERSATIONS} & {*self._paths})
 
     def _possible(self, asked: tuple[str, ...] | None) -> tuple[str, ...]:
         if any(conversation.follow_ups for conversation in self._conversations):
@@ -135,6 +154,9 @@ class Experiment:
             if "second_turn" in wanted:
                 second = self._second_turns(engine, cold)
                 self._plain["second_turn"] = self._phase(engine, "second turn", second)
+            for path, like in zip(HANDED_OVER, ("cold", "cold", "second_turn"), strict=True):
+                for name in (path, path + WITHOUT_DRAFT) if like in self._plain else ():
+                    self._plain[name] = self._plain[like]
         if {*BRANCHES} & {*wanted}:
             done = self._branches(engine, "branches")
             self._plain |= dict.fromkeys(BRANCHES, done)
@@ -156,6 +178,7 @@ class Experiment:
             self._report(engine, drafter, "cold", cold, cold)
         if "warm" in wanted:
             self._report(engine, drafter, "warm", self._phase(engine, "warm", first), cold)
+        reference = None
         if "second_turn" in wanted:
             second = self._second_turns(engine, cold)
             turn = self._phase(engine, "second turn", second)
@@ -165,7 +188,34 @@ class Experiment:
             engine.reset_cache()
             resumed = self._phase(engine, "resumed", first, suspend=True)
             self._report(engine, drafter, "resumed", resumed, cold)
+        for transfer in (True, False) if self.options.num_prefill else ():
+            if transfer or has_rows(drafter):
+                self._run_handed_over(engine, drafter, cold, reference, transfer)
         return cold
+
+    def _run_handed_over(
+        self, engine: Engine, drafter: str, cold: Run, second: Run | None, transfer: bool
+    ) -> None:
+        """The conversations with prompts from prefill workers; second: their second turns, cold."""
+        ending = "" if transfer else WITHOUT_DRAFT
+        first = disaggregated.apart(self._first_turns(engine), draft_transfer=transfer)
+        path, hit, turn = (path + ending for path in HANDED_OVER)
+        fault = None if transfer else disaggregated.FAULT
+        engine.reset_cache()
+        self.progress.loading(f"{drafter}, {self.options.num_prefill} prefill worker(s)")
+        with self._workers(engine, self.options.num_prefill, draft_transfer=transfer) as worker:
+            run(worker, [Job("warm-up", first[0].prompt[:16], 4)])
+            done = self._phase(worker, path, first)
+            self._report(engine, drafter, path, done, cold, fault=fault)
+            engine.reset_cache()
+            before = self._phase(worker, hit, first)
+            self._report(engine, drafter, hit, before, cold, fault=fault)
+            if second is None:
+                return
+            jobs = disaggregated.apart(self._second_turns(engine, cold), draft_transfer=transfer)
+            new = disaggregated.suffix_bytes(engine, jobs, before.traces)
+            done = self._phase(worker, turn, jobs)
+            self._report(engine, drafter, turn, done, second, fault=fault, suffix_bytes=new)
 
     def _run_branches(self, engine: Engine, drafter: str) -> None:
         """Prompts that branch off a shared one, beside each of them cold."""
@@ -226,7 +276,7 @@ class Experiment:
             engine,
             jobs,
             suspend=suspend,
-            keep_rows=self._paths != ("cold",),
+            keep_rows=self._paths != ("cold",) or self.options.num_prefill > 0,
             on_step=self.progress.advance,
         )
         self.progress.done()
@@ -263,7 +313,17 @@ class Experiment:
             )
         return self._jobs["branches"]
 
-    def _report(self, engine: Engine, drafter: str, path: str, done: Run, cold: Run) -> None:
+    def _report(
+        self,
+        engine: Engine,
+        drafter: str,
+        path: str,
+        done: Run,
+        cold: Run,
+        *,
+        fault: str | None = None,
+        suffix_bytes: int | None = None,
+    ) -> None:
         branched = path in BRANCHES
         self.rows.append(
             make_row(
@@ -275,7 +335,8 @@ class Experiment:
                 num_draft_tokens=engine.plan.num_draft_tokens,
                 cut_loops=self.options.cut_loops,
                 sampled=self.options.sampling is not None,
-                fault=", ".join(engine.config.faults) or None,
+                fault=", ".join(engine.config.faults) or fault,
+                suffix_bytes=suffix_bytes,
                 branches=branches.describe(engine.layout, done.traces, cold.traces)
                 if branched
                 else [],

@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 
 class Job(msgspec.Struct, frozen=True):
     """A prompt to run; id: the conversation's. namespace: where it finds and leaves rows, its id
-    unless given. sampling: None is greedy; its seed is the request's."""
+    unless given. sampling: None is greedy; its seed is the request's. claim_policy: the engine's
+    unless given."""
 
     id: str
     prompt: tuple[int, ...]
     max_tokens: int
     namespace: str | None = None
     sampling: Sampling | None = None
+    claim_policy: str | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -42,7 +44,7 @@ class Job(msgspec.Struct, frozen=True):
         how: dict[str, Any] = {"temperature": 0.0}
         if self.sampling is not None:
             how = msgspec.structs.asdict(self.sampling)
-        return SamplingParams(max_tokens=self.max_tokens, **how)
+        return SamplingParams(max_tokens=self.max_tokens, claim_policy=self.claim_policy, **how)
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -52,6 +54,24 @@ class Rows(msgspec.Struct, frozen=True):
     group: str
     slots: tuple[int, ...]
     values: Any
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """Bytes of hand-offs: asked for, received, and received of draft groups; and requests that were
+    computed here instead."""
+
+    asked: int = 0
+    received: int = 0
+    draft: int = 0
+    computed_here: int = 0
+
+    def __sub__(self, before: Transfer) -> Transfer:
+        return Transfer(
+            self.asked - before.asked,
+            self.received - before.received,
+            self.draft - before.draft,
+            self.computed_here - before.computed_here,
+        )
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +84,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     num_suspensions: int = 0
     recomputed_target_tokens: int = 0
+    transfer: Transfer = Transfer()
     rows: Mapping[tuple[str, int], tuple[Rows, ...]] = {}
 
     @property
@@ -93,7 +114,7 @@ def run(
     on_step hears of each step how many tokens it emitted, how many jobs ended in it, and how many
     tokens short of their limit those ended.
     """
-    started, recomputed = time.perf_counter(), _recomputed(engine)
+    started, recomputed, moved = time.perf_counter(), _recomputed(engine), _transfer(engine)
     requests = [_add(engine, job) for job in jobs]
     pending = {
         request.id: list(suspension_points(job.id, job.max_tokens))
@@ -123,6 +144,7 @@ def run(
         seconds=time.perf_counter() - started,
         num_suspensions=suspensions,
         recomputed_target_tokens=_recomputed(engine) - recomputed,
+        transfer=_transfer(engine) - moved,
         rows=rows,
     )
 
@@ -143,6 +165,20 @@ def _recomputed(engine: Engine) -> int:
     """Prompt rows that the target has run so far beyond those that no hit covered."""
     cache, steps = engine.kv.stats, engine.scheduler.stats
     return steps.num_prefill_rows - (cache.prefix_queries_tokens - cache.prefix_hit_tokens)
+
+
+def _transfer(engine: Engine) -> Transfer:
+    """What hand-offs have moved so far; nothing on an engine that computes its own prompts."""
+    stats = engine.handoffs
+    if stats is None:
+        return Transfer()
+    drafts = {engine.layout.groups[g].name for g in engine.layout.draft_groups}
+    return Transfer(
+        asked=sum(stats.asked_bytes.values()),
+        received=sum(stats.received_bytes.values()),
+        draft=sum(size for name, size in stats.received_bytes.items() if name in drafts),
+        computed_here=sum(n for how, n in stats.outcomes.items() if how != "fetched"),
+    )
 
 
 def _add(engine: Engine, job: Job) -> Request:

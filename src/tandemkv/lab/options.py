@@ -19,6 +19,13 @@ BRANCHED, EVICTED = BRANCHES = ("branches", "branches_evicted")
 """Paths of prompts that branch off a long shared one."""
 PATHS = (*CONVERSATIONS, *BRANCHES)
 WITHHELD = "warm_rows_withheld"
+HANDED_OVER = ("disaggregated", "disaggregated_hit", "disaggregated_second_turn")
+"""Paths of conversations whose prompts a prefill worker computes."""
+WITHOUT_DRAFT = "_no_draft"
+NO_DRAFT = tuple(path + WITHOUT_DRAFT for path in HANDED_OVER)
+"""The same with the drafter's rows not shipped."""
+SEEDED = (WITHHELD, *NO_DRAFT)
+"""Paths that lose draft rows to show what that costs."""
 
 TRAINED = ("eagle3", "dflash", "dspark")
 """Drafters that ship with weights, for the embedded model."""
@@ -52,7 +59,8 @@ class LabOptions(msgspec.Struct, frozen=True, kw_only=True):
     paths: None takes a conversation's, second turns where the prompts have any. plain: also run
     without a drafter (output equality and speed). show_loss: add the row with the draft rows of
     reused blocks withheld. sampling: None is greedy. branches: prompts that branch off a shared
-    one of `shared_tokens` tokens.
+    one of `shared_tokens` tokens. num_prefill: prefill workers; with one, conversations are also
+    run handed over, with and without the drafter's rows.
     """
 
     engine: EngineConfig
@@ -69,6 +77,7 @@ class LabOptions(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling | None = None
     branches: int = DEFAULT_BRANCHES
     shared_tokens: int = DEFAULT_SHARED_TOKENS
+    num_prefill: int = 0
 
     def engine_of(self, drafter: str, *faults: str) -> EngineConfig:
         """The options of an engine with this drafter ("none": without), tracing."""

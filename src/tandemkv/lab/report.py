@@ -16,7 +16,7 @@ from rich.table import Table
 
 from tandemkv.lab.comparison import Difference, differences, unequal
 from tandemkv.lab.measures import MIN_PROMPTS, OutputCheck
-from tandemkv.lab.options import EVICTED, WITHHELD
+from tandemkv.lab.options import EVICTED, HANDED_OVER, NO_DRAFT, SEEDED, WITHHELD
 from tandemkv.lab.provenance import SCHEMA, provenance
 from tandemkv.lab.rows import MIN_STEPS, Row, failures
 
@@ -24,6 +24,12 @@ _NAMES = {
     "second_turn": "second turn",
     EVICTED: "branches, evicted",
     WITHHELD: "warm, rows withheld",
+    "disaggregated": "handed over",
+    "disaggregated_hit": "handed over, hit",
+    "disaggregated_second_turn": "handed over, 2nd",
+    "disaggregated_no_draft": "no draft rows",
+    "disaggregated_hit_no_draft": "no draft rows, hit",
+    "disaggregated_second_turn_no_draft": "no draft rows, 2nd",
 }
 MIN_WIDTH = 118
 MAX_DIVERGENCES = 10
@@ -50,6 +56,8 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         title = f"{name}, K {mine[0].num_draft_tokens}"
         out += [_acceptance_table(title, mine), _cache_table(title, mine)]
         out += [_branch_table(title, row) for row in mine if row.branches]
+        if any(row.path in HANDED_OVER for row in mine):
+            out += [_transfer_table(title, mine), _step_table(title, mine)]
     return out
 
 
@@ -119,6 +127,44 @@ def _branch_table(title: str, row: Row) -> Table:
     return table
 
 
+def _transfer_table(title: str, rows: Sequence[Row]) -> Table:
+    """What crossed between workers, beside what was asked for and what second turns add."""
+    table = _table(
+        f"{title}: bytes handed over",
+        *("prompts", "computed here", "asked", "received", "draft, %", "of the new rows"),
+    )
+    for row in rows:
+        if row.path not in (*HANDED_OVER, *NO_DRAFT):
+            continue
+        share = row.transferred_draft_bytes / row.transferred_bytes if row.transferred_bytes else 0
+        new = row.transferred_bytes / row.suffix_bytes if row.suffix_bytes else None
+        table.add_row(
+            path_name(row.path),
+            str(row.prompts),
+            str(row.computed_here),
+            f"{row.asked_bytes:,}",
+            f"{row.transferred_bytes:,}",
+            f"{share:.1%}".rstrip("%"),
+            _number(new, ".3f"),
+            style="yellow" if row.fault else None,
+        )
+    return table
+
+
+def _step_table(title: str, rows: Sequence[Row]) -> Table:
+    """AL by step, from a request's first one on."""
+    paths = ("cold", HANDED_OVER[0], NO_DRAFT[0])
+    mine = [row for row in rows if row.path in paths]
+    table = _table(f"{title}: by step", "AL in step 1, 2, ...")
+    for row in mine:
+        table.add_row(
+            path_name(row.path),
+            " ".join(f"{al:.2f}" for al in row.acceptance_by_step),
+            style="yellow" if row.fault else None,
+        )
+    return table
+
+
 def _table(title: str, *columns: str) -> Table:
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("path", no_wrap=True)
@@ -158,6 +204,8 @@ def sentences(rows: Sequence[Row]) -> list[str]:
         warm = by_key.get((drafter, "warm"))
         if path == WITHHELD and warm is not None:
             out.append(_loss(warm, row))
+        elif path == NO_DRAFT[0] and (whole := by_key.get((drafter, HANDED_OVER[0]))):
+            out.append(_unshipped(whole, row))
         elif path == ("cold" if warm is None else "warm") and row.tokens_per_s_plain:
             ratio = row.tokens_per_s / row.tokens_per_s_plain
             out.append(
@@ -172,7 +220,7 @@ def sentences(rows: Sequence[Row]) -> list[str]:
                 f"{drafter}, {path_name(path)}: sampled anew, AL is {row.al_ratio_to_cold:.3f} of"
                 f" the fresh run's, with a 95 % interval of {low:.3f} to {high:.3f}."
             )
-        if row.fault and path not in (WITHHELD, "cold"):
+        if row.fault and path not in (*SEEDED, "cold"):
             out.append(
                 f"With the fault {row.fault}, {drafter} drafts at"
                 f" {_number(row.al_ratio_to_cold, '.1%')} of the cold AL on path {path_name(path)}."
@@ -246,6 +294,21 @@ def _loss(warm: Row, withheld: Row) -> str:
     )
 
 
+def _unshipped(whole: Row, without: Row) -> str:
+    """What a hand-off costs that leaves the drafter's rows behind."""
+    if without.al >= whole.al:
+        return (
+            f"Handed over without the drafter's rows {whole.drafter} loses nothing here:"
+            f" {whole.al:.2f} with them, {without.al:.2f} without."
+        )
+    same = " while the text stays the same" if without.output_equal else ""
+    return (
+        f"Hand the prompt over without the drafter's rows, as prefill/decode disaggregation does,"
+        f" and {whole.drafter}'s acceptance length falls from {whole.al:.2f} to"
+        f" {without.al:.2f}{same}."
+    )
+
+
 def verdict(rows: Sequence[Row], *, judged: bool = True) -> tuple[bool, str]:
     """Whether parity held, and one line that says so or names the first path that broke it."""
     if problems := failures(rows, exact=judged):
@@ -258,7 +321,7 @@ def verdict(rows: Sequence[Row], *, judged: bool = True) -> tuple[bool, str]:
             "Parity is judged in float32 alone: rounding may turn drafts at lower precision.",
         )
     checked = [row for row in rows if row.fault is None and row.path != "cold"]
-    if any(row.fault and row.path != WITHHELD for row in rows):
+    if any(row.fault and row.path not in SEEDED for row in rows):
         return True, "A fault was asked for, so parity is not judged."
     if not checked:
         return True, "No path was compared with a cold run."

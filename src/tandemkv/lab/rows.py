@@ -22,6 +22,8 @@ MAX_TIES = 0.002
 RATIO_LIMITS = (0.995, 1.005)
 MAX_ROW_ERROR = 1e-4
 MIN_STEPS = 2000
+MAX_SUFFIX_RATIO = 1.2
+"""What a second turn ships, over the rows that it adds."""
 
 
 class PromptTally(msgspec.Struct, frozen=True):
@@ -42,7 +44,9 @@ class Row(msgspec.Struct, kw_only=True):
     al_ratio_to_cold: on the part where the outputs are equal; sampled, of all steps, and
     al_ratio_interval is its interval over prompts. recomputed_lookahead_tokens and
     recomputed_hole_tokens: target positions run for the drafter alone, as the cache counts them;
-    recomputed_target_tokens: the same as rows that the target ran too many.
+    recomputed_target_tokens: the same as rows that the target ran too many. Of hand-offs:
+    asked_bytes, transferred_bytes, the draft groups' part of them, and suffix_bytes, of the rows
+    that second turns add; computed_here: requests that no prefill worker computed.
     """
 
     drafter: str
@@ -65,6 +69,10 @@ class Row(msgspec.Struct, kw_only=True):
     recomputed_lookahead_tokens: int
     recomputed_hole_tokens: int
     transferred_bytes: int = 0
+    transferred_draft_bytes: int = 0
+    asked_bytes: int = 0
+    suffix_bytes: int | None = None
+    computed_here: int = 0
     tokens_per_s: float
     tokens_per_s_plain: float | None
     cached_tokens: int
@@ -94,6 +102,7 @@ def make_row(
     sampled: bool = False,
     fault: str | None = None,
     branches: list[Branch] | None = None,
+    suffix_bytes: int | None = None,
 ) -> Row:
     """A line from a path's run, its cold reference and plain decoding of the same prompts."""
     traces = done.traces
@@ -131,6 +140,11 @@ def make_row(
         recomputed_target_tokens=done.recomputed_target_tokens,
         recomputed_lookahead_tokens=sum(trace.recomputed_lookahead_tokens for trace in traces),
         recomputed_hole_tokens=sum(trace.recomputed_hole_tokens for trace in traces),
+        transferred_bytes=done.transfer.received,
+        transferred_draft_bytes=done.transfer.draft,
+        asked_bytes=done.transfer.asked,
+        suffix_bytes=suffix_bytes,
+        computed_here=done.transfer.computed_here,
         tokens_per_s=done.tokens_per_s,
         tokens_per_s_plain=plain.tokens_per_s if plain else None,
         cached_tokens=sum(trace.cached_tokens for trace in traces),
@@ -177,6 +191,12 @@ def _problems(row: Row, exact: bool) -> Iterator[str]:
             " --seed tells"
         )
     yield from branching.problems(row.branches)
+    if row.asked_bytes != row.transferred_bytes:
+        yield f"{row.transferred_bytes} bytes came, {row.asked_bytes} were asked for"
+    if row.suffix_bytes and row.transferred_bytes >= MAX_SUFFIX_RATIO * row.suffix_bytes:
+        yield f"{row.transferred_bytes} bytes came for a suffix of {row.suffix_bytes}"
+    if row.computed_here:
+        yield f"{row.computed_here} prompts were not computed by a prefill worker"
     if exact:
         yield from _inexact(row)
 

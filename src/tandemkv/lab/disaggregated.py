@@ -1,0 +1,76 @@
+"""The hand-off paths: conversations whose prompts are computed by prefill workers.
+
+    disaggregated              neither side has anything        against the cold run
+    disaggregated_hit          the prefill worker has it all, the decode worker nothing
+    disaggregated_second_turn  both have turn 1, the decode worker its output too
+    each, with _no_draft       the drafter's rows are not shipped (a seeded loss)
+
+Law: a path differs from the one it is compared with in where the prompt was computed, and in
+nothing else; each transfer mode has workers and a cache of its own. What crossed is what the data
+plane says, beside what was asked for. This module starts workers; it compares nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tandemkv.lab.experiments import Job
+from tandemkv.lab.measures import Trace, common_prefix
+
+if TYPE_CHECKING:
+    from tandemkv.engine.engine import Engine
+
+FAULT = "no_draft_transfer"
+
+
+@contextmanager
+def workers(engine: Engine, num_prefill: int, *, draft_transfer: bool) -> Iterator[Any]:
+    """A decode worker on this engine and its prefill processes; they end with the block."""
+    from tandemkv.engine.worker import DecodeWorker
+
+    worker = DecodeWorker(engine, num_prefill, draft_transfer=draft_transfer)
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+def apart(jobs: Sequence[Job], *, draft_transfer: bool) -> list[Job]:
+    """The same jobs where nothing of another path, or of the other transfer mode, is found.
+
+    Without the drafter's rows they are masked and not computed again, as engines do that drop them.
+    """
+    kind = "with" if draft_transfer else "without"
+    return [
+        msgspec.structs.replace(
+            job,
+            namespace=f"handed over {kind} draft rows/{job.id}",
+            claim_policy=None if draft_transfer else "fast",
+        )
+        for job in jobs
+    ]
+
+
+def suffix_bytes(engine: Engine, jobs: Sequence[Job], before: Sequence[Trace]) -> int:
+    """Bytes of the rows that these prompts have beyond what their first turns left, in all groups.
+
+    The last token of an output has no row yet.
+    """
+    held = {trace.id: (*trace.prompt, *trace.output[:-1]) for trace in before}
+    new = sum(len(job.prompt) - common_prefix(job.prompt, held.get(job.id, ())) for job in jobs)
+    return new * slot_bytes(engine)
+
+
+def slot_bytes(engine: Engine) -> int:
+    """Bytes of one token's rows in all layer groups."""
+    from tandemkv.engine.handoff import offers_of
+
+    return sum(
+        group.page_bytes(shard) // group.page_size
+        for group in offers_of(engine)
+        for shard in group.shards
+    )
