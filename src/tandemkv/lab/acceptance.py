@@ -213,7 +213,7 @@ class Experiment:
             if second is None:
                 return
             jobs = disaggregated.apart(self._second_turns(engine, cold), draft_transfer=transfer)
-            new = disaggregated.suffix_bytes(engine, jobs, before.traces)
+            new = disaggregated.suffix_bytes(engine, jobs, before.traces, draft_transfer=transfer)
             done = self._phase(worker, turn, jobs)
             self._report(engine, drafter, turn, done, second, fault=fault, suffix_bytes=new)
 

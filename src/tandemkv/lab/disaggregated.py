@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tandemkv.kv.layout import Domain
 from tandemkv.lab.experiments import Job
 from tandemkv.lab.measures import Trace, common_prefix
 
@@ -55,22 +56,23 @@ def apart(jobs: Sequence[Job], *, draft_transfer: bool) -> list[Job]:
     ]
 
 
-def suffix_bytes(engine: Engine, jobs: Sequence[Job], before: Sequence[Trace]) -> int:
-    """Bytes of the rows that these prompts have beyond what their first turns left, in all groups.
+def suffix_bytes(
+    engine: Engine, jobs: Sequence[Job], before: Sequence[Trace], *, draft_transfer: bool
+) -> int:
+    """Bytes of the rows that these prompts have beyond what their first turns left.
 
-    The last token of an output has no row yet.
+    The last token of an output has no row yet; of a windowed group the window's rows count alone,
+    and of draft groups none where they are not shipped.
     """
     held = {trace.id: (*trace.prompt, *trace.output[:-1]) for trace in before}
-    new = sum(len(job.prompt) - common_prefix(job.prompt, held.get(job.id, ())) for job in jobs)
-    return new * slot_bytes(engine)
-
-
-def slot_bytes(engine: Engine) -> int:
-    """Bytes of one token's rows in all layer groups."""
-    from tandemkv.engine.handoff import offers_of
-
+    new = [len(job.prompt) - common_prefix(job.prompt, held.get(job.id, ())) for job in jobs]
+    groups = [
+        group
+        for group in engine.layout.groups
+        if draft_transfer or group.domain is not Domain.DRAFT
+    ]
     return sum(
-        group.page_bytes(shard) // group.page_size
-        for group in offers_of(engine)
-        for shard in group.shards
+        group.slot_bytes * (rows if group.window is None else min(rows, group.window))
+        for group in groups
+        for rows in new
     )
