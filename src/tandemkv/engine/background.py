@@ -71,6 +71,7 @@ class AsyncEngine:
         self._lock = threading.Lock()
         self.error: str | None = None
         self._closing = False
+        self._over = False
         self._thread = threading.Thread(target=self._run, name="tandemkv-engine", daemon=True)
         self._thread.start()
 
@@ -159,12 +160,19 @@ class AsyncEngine:
                     error = raised
             loop.call_soon_threadsafe(settle, result, error)
 
-        self.post(run)
+        if not self.post(run):
+            raise RequestError(self.error or "the engine is shut down", status=503)
         return await future
 
-    def post(self, work: Callable[[Engine], Any]) -> None:
-        """Run `work(engine)` on the engine's thread, some time soon; no result."""
-        self._inbox.put(work)
+    def post(self, work: Callable[[Engine], Any]) -> bool:
+        """Run `work(engine)` on the engine's thread, some time soon; no result.
+
+        False: the thread has ended, and the work is not done.
+        """
+        with self._lock:
+            if not self._over:
+                self._inbox.put(work)
+            return not self._over
 
     def abort_on_thread(self, request_id: str) -> None:
         output = self._engine.abort(request_id)
@@ -212,7 +220,8 @@ class AsyncEngine:
         while True:
             busy = self._engine.has_work
             try:
-                work = self._inbox.get(block=not busy, timeout=None if busy else CHECK_IDLE_S)
+                wait = None if busy else min(CHECK_IDLE_S, self._engine.idle_s)
+                work = self._inbox.get(block=not busy, timeout=wait)
             except queue.Empty:
                 if busy:
                     return True
@@ -229,11 +238,10 @@ class AsyncEngine:
             if self.error is None:
                 output = self._engine.abort(request_id)
             self._deliver(output or Output.failed(request_id, reason))
-        while True:
-            try:
-                work = self._inbox.get_nowait()
-            except queue.Empty:
-                return
+        with self._lock:
+            self._over = True
+        while not self._inbox.empty():
+            work = self._inbox.get_nowait()
             if work is not None:
                 if self.error is None:
                     self.error = reason

@@ -12,6 +12,7 @@ scheduler, the runner do.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -230,6 +231,11 @@ class Engine:
         )
         self.scheduler.check_request(request)
         return request
+
+    @property
+    def idle_s(self) -> float:
+        """How long it may be left alone while it has no work."""
+        return math.inf
 
     @property
     def handoffs(self) -> HandoffStats | None:

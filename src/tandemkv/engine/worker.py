@@ -194,6 +194,11 @@ class DecodeWorker:
         return request
 
     @property
+    def idle_s(self) -> float:
+        """How long it may be left alone while it has no work: less while a process is starting."""
+        return 1.0 if self.num_prefill_workers == len(self.prefill) else GREET_EVERY_S
+
+    @property
     def handoffs(self) -> HandoffStats:
         """What became of the prompts given to prefill workers."""
         return self.exchange.stats
