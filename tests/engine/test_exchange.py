@@ -221,6 +221,25 @@ def test_a_prefill_worker_that_dies_at_any_moment_costs_no_request(after):
     assert pair.requests["r"].output == run(tiny_engine("none"), [tokens], greedy())[0].tokens
 
 
+@pytest.mark.parametrize("after", [1, 2, 4, 6, 9, 14])
+def test_a_prefill_worker_that_dies_costs_none_of_the_requests_it_had(after):
+    """Each one is given up for itself: the end of the first must not end the others unheard."""
+    pair = Pair("eagle3")
+    wanted = {f"r{i}": prompt(20 + 3 * i, seed=i) for i in range(4)}
+    for name, tokens in wanted.items():
+        pair.fetch(tokens, greedy(), name)
+    for _ in range(after):
+        pair.turn()
+    pair.down.add("p")
+    pair.network.kill("p")
+    pair.workers["d"].peer_dead("p", "it was killed")
+    pair.settle()
+    for name, tokens in wanted.items():
+        plain = run(tiny_engine("none"), [tokens], greedy())[0]
+        assert pair.requests[name].output == plain.tokens, name
+    assert sum(pair.workers["d"].stats.outcomes.values()) == len(wanted)
+
+
 def test_sampled_requests_with_logprobs_say_what_one_worker_says():
     params = SamplingParams(temperature=1.0, max_tokens=12, logprobs=2, verification="block")
     pair = Pair("eagle3")

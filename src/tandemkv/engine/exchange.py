@@ -369,9 +369,9 @@ class Exchange:
                     peer = self.peers.get(step.peer)
                     if peer is not None:
                         self._transport.fence(peer.name)
-                    else:
-                        for again in self.receivers.fenced(step.peer):
-                            self._do(again)
+                    elif step.session is not None:  # gone; the steps of its others come yet
+                        actions = self.receivers.handle(step.session, ses.Fenced())
+                        self._do(Step(step.peer, step.session, actions))
                 case ses.Cover(groups=groups) if fetch is not None:
                     self._cover(fetch, groups)
                 case ses.Ready() if fetch is not None:
