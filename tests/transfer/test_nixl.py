@@ -10,6 +10,7 @@ import pytest
 from nixl_worker import Worker, pattern
 
 from tandemkv.base.errors import InvariantError, PeerError
+from tandemkv.transfer.nixl import prefer
 from tandemkv.transfer.transport import (
     Batch,
     DataEvent,
@@ -67,6 +68,15 @@ def pair(
 
 def over(handle: Handle) -> Callable[[list[DataEvent]], bool]:
     return lambda events: any(isinstance(e, Over) and e.handle == handle for e in events)
+
+
+def test_an_operators_own_ucx_setting_wins():
+    ours: dict[str, str] = {}
+    prefer(ours)
+    assert ours == {"UCX_CMA_SEG_SIZE": "2m"}
+    theirs = {"UCX_CMA_SEG_SIZE": "64k"}
+    prefer(theirs)
+    assert theirs == {"UCX_CMA_SEG_SIZE": "64k"}
 
 
 WAYS = {

@@ -22,10 +22,11 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
+import os
 import secrets
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from tandemkv.base.errors import ConfigError, InvariantError, PeerError
@@ -54,6 +55,9 @@ _BACKEND = "UCX"
 _LOCAL = "NIXL_INIT_AGENT"
 _PROBE = b"\0"
 _HUGE = 2 * 2**20
+_UCX_SETTINGS = {"UCX_CMA_SEG_SIZE": "2m"}
+"""UCX cuts what it copies between processes into calls of 512 KiB unless told otherwise; calls of
+2 MiB took about 6 % less time on a quiet machine, and larger ones hardly less than that."""
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _FENCE_POLLS = 4
 """Polls after a connection was closed until what the kernel still held is known to be gone."""
@@ -69,6 +73,12 @@ def find_nixl() -> Any:
         logging.getLogger("nixl").setLevel(logging.WARNING)
         return module
     raise ConfigError("transport nixl: NIXL is not installed; pip install 'tandemkv[nixl]'")
+
+
+def prefer(environ: MutableMapping[str, str]) -> None:
+    """Our UCX settings, where the operator has none. UCX reads them when an agent is made."""
+    for name, value in _UCX_SETTINGS.items():
+        environ.setdefault(name, value)
 
 
 class _Peer:
@@ -97,6 +107,7 @@ class Nixl:
 
     def __init__(self, name: str) -> None:
         self._api = find_nixl()
+        prefer(os.environ)
         self._numpy: Any = importlib.import_module("numpy")  # NIXL's own dependency
         self._lost: Any = self._api.nixlBind.nixlRemoteDisconnectError
         self.name = PeerName(f"{name}-{secrets.token_hex(4)}")
