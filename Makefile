@@ -22,8 +22,8 @@ $(VENV)/.installed: pyproject.toml Makefile
 install: $(VENV)/.installed ## make .venv with everything and convert the embedded model
 	$(BIN)/tandemkv convert
 
-demo: install ## acceptance of three drafters on every path, and what losing the drafter's rows costs
-	$(BIN)/tandemkv acceptance --drafter eagle3,dflash,dspark --limit 12 --show-loss
+demo: install ## acceptance of three drafters on every path, handed over between processes too, and what losing the drafter's rows costs
+	$(BIN)/tandemkv acceptance --drafter eagle3,dflash,dspark --limit 12 --show-loss --disaggregate 1p1d
 
 test: install lint types unit ## everything that CI runs
 
