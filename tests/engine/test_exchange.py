@@ -7,6 +7,7 @@ from engines import greedy, prompt, run, tiny_engine
 from pairs import DRAFTERS, Pair, assert_as_on_one_worker
 
 from tandemkv.base.sampling import SamplingParams
+from tandemkv.engine.handoff import Sink
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -159,3 +160,51 @@ def test_small_pools_on_both_sides_serve_everyone_in_the_end():
     for name, tokens in wanted.items():
         plain = run(tiny_engine("none"), [tokens], greedy(20))[0]
         assert pair.requests[name].output == plain.tokens
+
+
+@pytest.mark.parametrize("after", [1, 2, 4, 7])
+def test_a_prefill_worker_that_hangs_costs_no_request_and_its_pages_once_it_answers(after):
+    pair = Pair("eagle3")
+    wanted = {f"r{n}": prompt(30 + n, seed=n) for n in range(3)}
+    for name, tokens in wanted.items():
+        pair.fetch(tokens, greedy(), name)
+    for _ in range(after):
+        pair.turn()
+    pair.down.add("p")
+    for _ in range(200):
+        pair.turn()
+    assert all(request.finish_reason for request in pair.requests.values())
+    pair.down.clear()
+    pair.settle()
+    for name, tokens in wanted.items():
+        assert_as_on_one_worker(pair, name, tokens, "eagle3")
+
+
+def test_a_worker_whose_data_plane_was_closed_is_a_peer_again_when_greeted():
+    pair = Pair("eagle3")
+    pair.fetch(prompt(30, seed=1), greedy(), "first")
+    pair.settle()
+    worker = pair.workers["d"]
+    worker._transport.fence(worker.peers["p"].name)
+    pair.turn()
+    assert not worker.peers
+    worker.greet("p")
+    pair.settle()
+    pair.fetch(prompt(40, seed=9), greedy(), "again")
+    pair.settle()
+    assert_as_on_one_worker(pair, "again", prompt(40, seed=9), "eagle3")
+    assert worker.counts["fetched"] == 2
+
+
+def test_what_waits_for_a_worker_whose_data_plane_was_closed_is_computed_here(monkeypatch):
+    pair = Pair("eagle3")
+    pair.settle()
+    worker = pair.workers["d"]
+    worker._transport.fence(worker.peers["p"].name)
+    with monkeypatch.context() as patch:
+        patch.setattr(Sink, "open", lambda *_: None)  # no room: it waits
+        pair.fetch(prompt(30, seed=1), greedy(), "r0")
+        pair.turn()
+    pair.settle()
+    assert_as_on_one_worker(pair, "r0", prompt(30, seed=1), "eagle3")
+    assert worker.counts["computed_here: peer_fenced"] == 1

@@ -159,6 +159,23 @@ def test_another_prefill_process_takes_the_place_of_one_that_is_killed(worker, m
     assert worker.exchange.counts["fetched"] == 1
 
 
+def test_a_prefill_worker_whose_connection_was_closed_is_used_again(worker, model):
+    worker.add(prompt(60, seed=9), greedy(), request_id="before")
+    finish(worker, {"before"})
+    (peer,) = worker.exchange.peers.values()
+    worker.exchange._transport.fence(peer.name)
+    while worker.num_prefill_workers:
+        worker.step()
+    until = time.monotonic() + 60
+    while not worker.num_prefill_workers and time.monotonic() < until:
+        worker.step()
+    for name in ("first", "second"):  # the other side may learn of it by a write that fails
+        worker.add(prompt(70, seed=len(name)), greedy(), request_id=name)
+        done = finish(worker, {name})
+        assert tokens_of(done[name]) == plain(model, prompt(70, seed=len(name)))
+    assert worker.exchange.counts["fetched"] >= 2
+
+
 def test_one_that_keeps_ending_is_started_less_and_less_often(worker):
     os.kill(worker.prefill[0].pid, signal.SIGKILL)
     worker.prefill[0].wait()

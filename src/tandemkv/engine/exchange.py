@@ -252,9 +252,7 @@ class Exchange:
             self._do_sender(step)
         for step in self.receivers.peer_dead(peer, reason):
             self._do(step)
-        for fetch in [f for f in self._waiting if f.peer == peer]:
-            self._waiting.remove(fetch)
-            self._compute_here(fetch, "peer_dead")
+        self._give_up_waiting(peer, "peer_dead")
 
     @property
     def stats(self) -> HandoffStats:
@@ -282,15 +280,8 @@ class Exchange:
     # -- peers -------------------------------------------------------------------------------
 
     def _meet(self, message: wire.Hello | wire.Welcome) -> None:
-        theirs = message.offer
-        known = self.peers.get(theirs.engine_id)
-        if known is None or known.offer != theirs:
-            self._admit(theirs)
-        if isinstance(message, wire.Hello) and theirs.engine_id in self.peers:
-            self._say(theirs.engine_id, wire.Welcome(offer=self.offer))
-
-    def _admit(self, theirs: Offer) -> None:
         """Make a worker a peer, or refuse it by name."""
+        theirs = message.offer
         plan = match(self.offer, theirs)
         if isinstance(plan, Refusal):
             self.refused[theirs.engine_id] = str(plan)
@@ -304,10 +295,14 @@ class Exchange:
         except PeerError as error:
             self.refused[theirs.engine_id] = str(error)
             return
-        for left in plan.left_out:
-            self.counts[LEFT_OUT + left.reason] += 1
+        self.refused.pop(theirs.engine_id, None)
+        if theirs.engine_id not in self.peers:
+            for left in plan.left_out:
+                self.counts[LEFT_OUT + left.reason] += 1
         self.peers[theirs.engine_id] = _Peer(theirs, plan, name)
         self._names[name] = theirs.engine_id
+        if isinstance(message, wire.Hello):
+            self._say(theirs.engine_id, wire.Welcome(offer=self.offer))
 
     def _say(self, peer: str, message: Any) -> None:
         self._send(
@@ -317,11 +312,10 @@ class Exchange:
     # -- decode side -------------------------------------------------------------------------
 
     def _start_waiting(self) -> None:
+        for peer in {fetch.peer for fetch in self._waiting} & self.refused.keys():
+            self._give_up_waiting(peer, "refused")
         for fetch in list(self._waiting):
-            if fetch.peer in self.refused:
-                self._waiting.remove(fetch)
-                self._compute_here(fetch, "refused")
-            elif fetch.peer in self.peers and self._open(fetch):
+            if fetch.peer in self.peers and self._open(fetch):
                 self._waiting.remove(fetch)
 
     def _open(self, fetch: Fetch) -> bool:
@@ -419,6 +413,12 @@ class Exchange:
             logprobs=None if first.logprobs is None else [first.logprobs],
         )
 
+    def _give_up_waiting(self, peer: str, reason: str) -> None:
+        """What has not been asked of a worker yet, and will not be."""
+        for fetch in [f for f in self._waiting if f.peer == peer]:
+            self._waiting.remove(fetch)
+            self._compute_here(fetch, reason)
+
     def _compute_here(self, fetch: Fetch, reason: str) -> None:
         """The request goes on without the other worker: what landed is found in the tree."""
         self._fetches.pop(fetch.request.id, None)
@@ -482,6 +482,10 @@ class Exchange:
             _, route = known.out[group.group]
             if why := lacks(route.dst, group.spans, group.table):
                 return why
+        try:  # it may have closed the data plane, or a write may have failed, since the last time
+            self._transport.connect(known.offer.transport_blob)
+        except PeerError as error:
+            return str(error)
         return ""
 
     def _ship(self) -> None:
@@ -595,6 +599,7 @@ class Exchange:
                 self.peers.pop(name, None)
                 for again in self.receivers.fenced(name):
                     self._do(again)
+                self._give_up_waiting(name, "peer_fenced")
             case _:
                 pass
 
