@@ -35,7 +35,14 @@ from tandemkv.model.dflash_config import DFlashConfig
 from tandemkv.model.dflash_trunk import Trunk, group_name
 from tandemkv.model.draft_checkpoint import fingerprint
 from tandemkv.model.draft_head import Choice, DraftHead, collect, ranked_ids
-from tandemkv.model.drafter import Drafter, DrafterSpec, DraftInputs, Drafts, DraftSegment
+from tandemkv.model.drafter import (
+    Drafter,
+    DrafterSpec,
+    DraftInputs,
+    Drafts,
+    DraftSegment,
+    check_made_for,
+)
 from tandemkv.model.dspark_heads import ConfidenceHead, MarkovHead
 from tandemkv.model.target import Target
 
@@ -358,21 +365,13 @@ def _threshold(config: DFlashConfig, asked: float | None, origin: str) -> float 
 def _fit(target: Target, config: DFlashConfig, weights: Mapping[str, Tensor], origin: str) -> None:
     """Refuse by name what does not fit the target."""
     spec = target.spec
-    if config.captured_size != spec.hidden_size:
-        raise ConfigError(
-            f"{origin}: made for a target of hidden size {config.captured_size}, this target has"
-            f" {spec.hidden_size}"
-        )
-    if config.vocab_size != spec.vocab_size:
-        raise ConfigError(
-            f"{origin}: made for a vocabulary of {config.vocab_size}, this target has"
-            f" {spec.vocab_size}"
-        )
-    depth = config.num_target_layers
-    if depth not in (None, spec.num_layers):
-        raise ConfigError(
-            f"{origin}: made for a target of {depth} layers, this target has {spec.num_layers}"
-        )
+    check_made_for(
+        spec,
+        origin,
+        captured_size=config.captured_size,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_target_layers,
+    )
     if config.hidden_size != spec.hidden_size and not (
         "embed_tokens.weight" in weights and "lm_head.weight" in weights
     ):

@@ -14,15 +14,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 from torch import Tensor
 
+from tandemkv.base.errors import ConfigError
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.base.spans import Span
 from tandemkv.kv.layout import LayerGroup
 from tandemkv.model.attention import KVPool
+
+if TYPE_CHECKING:
+    from tandemkv.model.target import TargetSpec
 
 
 class DrafterSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,3 +117,25 @@ class Drafter(ABC):
     @torch.inference_mode()
     def run(self, inputs: DraftInputs) -> Drafts:
         """Write the context rows the segments ask for, then propose num_drafts tokens for each."""
+
+
+def check_made_for(
+    spec: TargetSpec,
+    origin: str,
+    *,
+    captured_size: int,
+    vocab_size: int,
+    num_layers: int | None = None,
+) -> None:
+    """Raise ConfigError where a trained drafter says that it is another target's.
+
+    captured_size: of the target states that it reads; num_layers: None if it does not say.
+    """
+    for what, theirs, ours in (
+        ("target of hidden size {}", captured_size, spec.hidden_size),
+        ("vocabulary of {}", vocab_size, spec.vocab_size),
+        ("target of {} layers", num_layers, spec.num_layers),
+    ):
+        if theirs not in (None, ours):
+            made_for = what.format(theirs)
+            raise ConfigError(f"{origin}: made for a {made_for}, this target has {ours}")

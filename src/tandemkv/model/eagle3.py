@@ -35,7 +35,14 @@ from tandemkv.model.attention import AttentionSegment, GroupRows, KVPool
 from tandemkv.model.chain_attention import ChainKeys
 from tandemkv.model.draft_checkpoint import RANKING, fingerprint
 from tandemkv.model.draft_head import Choice, DraftHead, collect, ranked_ids
-from tandemkv.model.drafter import Drafter, DrafterSpec, DraftInputs, Drafts, DraftSegment
+from tandemkv.model.drafter import (
+    Drafter,
+    DrafterSpec,
+    DraftInputs,
+    Drafts,
+    DraftSegment,
+    check_made_for,
+)
 from tandemkv.model.eagle3_checkpoint import (
     MID,
     check_tensors,
@@ -320,16 +327,12 @@ def _context_segment(segment: DraftSegment) -> AttentionSegment:
 def _fit(target: Target, config: Eagle3Config, num: int, origin: str) -> tuple[int, ...]:
     """Captured layers, after refusing by name what does not fit the target."""
     spec = target.spec
-    if config.captured_size != spec.hidden_size:
-        raise ConfigError(
-            f"{origin}: made for a target of hidden size {config.captured_size}, this target has"
-            f" {spec.hidden_size}"
-        )
-    if config.vocab_size != spec.vocab_size:
-        raise ConfigError(
-            f"{origin}: made for a vocabulary of {config.vocab_size}, this target has"
-            f" {spec.vocab_size}"
-        )
+    check_made_for(
+        spec,
+        origin,
+        captured_size=config.captured_size,
+        vocab_size=config.vocab_size,
+    )
     taps = config.taps
     if taps is None:
         if num != 3:
