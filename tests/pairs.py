@@ -14,7 +14,8 @@ from engines import drafts_by_anchor, greedy, run, tiny_engine, used_pages
 
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.engine.engine import Engine, completion_of
-from tandemkv.engine.exchange import Exchange, Fetch
+from tandemkv.engine.exchange import Exchange
+from tandemkv.engine.fetching import Fetch
 from tandemkv.transfer.loopback import Loopback, Network
 from tandemkv.transfer.offer import WorkerRole
 

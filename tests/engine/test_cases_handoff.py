@@ -20,7 +20,7 @@ def test_prompts_around_a_page_pair_as_on_one_worker_whatever_the_chunks(drafter
     pair.settle()
     for name, tokens in wanted.items():
         assert_as_on_one_worker(pair, name, tokens, drafter)
-    assert pair.workers["d"].counts["fetched"] == len(wanted)
+    assert pair.workers["d"].fetching.fetched == len(wanted)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -50,10 +50,10 @@ def test_four_conversations_of_three_turns_ship_what_is_new_and_draft_as_cold(dr
             output = pair.requests[f"{name}/{turn}"].output
             turns[name] = [*tokens, *output, *prompt(5, seed=turn)]
     worker = pair.workers["d"]
-    assert worker.bytes_received == worker.bytes_asked
+    assert worker.fetching.bytes_received == worker.fetching.bytes_asked
     groups = worker.engine.layout.groups
     rows = sum(len(tokens) - 5 - 1 for tokens in turns.values())
-    assert worker.bytes_received[0] <= rows * groups[0].slot_bytes
+    assert worker.fetching.bytes_received[0] <= rows * groups[0].slot_bytes
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "dspark"])
@@ -65,7 +65,7 @@ def test_a_prompt_that_the_prefill_worker_refuses_is_computed_here(drafter):
     pair.settle()
     assert_as_on_one_worker(pair, "long", long, drafter)
     assert_as_on_one_worker(pair, "short", short, drafter)
-    assert pair.workers["d"].counts["fetched"] == 1
+    assert pair.workers["d"].fetching.fetched == 1
 
 
 def test_the_prefill_worker_samples_one_token_whatever_the_request_wants():

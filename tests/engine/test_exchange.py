@@ -20,7 +20,7 @@ def test_a_request_drafts_from_its_first_step_as_on_one_worker(drafter):
     for name, tokens in wanted.items():
         assert_as_on_one_worker(pair, name, tokens, drafter)
     decode = pair.workers["d"]
-    assert decode.counts["fetched"] == 4
+    assert decode.fetching.fetched == 4
     assert decode.engine.kv.stats.draft_gap_tokens == {}
 
 
@@ -29,13 +29,13 @@ def test_the_second_turn_ships_its_suffix_alone(drafter):
     pair = Pair(drafter)
     pair.fetch(prompt(33, seed=1), greedy(), "one")
     pair.settle()
-    sent = sum(pair.workers["p"].bytes_sent)
+    sent = sum(pair.workers["p"].shipping.bytes_sent)
     first = pair.requests["one"]
     turn = [*first.prompt, *first.output, *prompt(6, seed=2)]
     pair.fetch(turn, greedy(), "two")
     pair.settle()
     assert_as_on_one_worker(pair, "two", turn, drafter)
-    more = sum(pair.workers["p"].bytes_sent) - sent
+    more = sum(pair.workers["p"].shipping.bytes_sent) - sent
     assert 0 < more < sent / 2
 
 
@@ -47,7 +47,7 @@ def test_with_the_kill_switch_the_text_is_the_same_and_it_is_counted(drafter):
     pair.settle()
     assert_as_on_one_worker(pair, "r", tokens, drafter)
     decode = pair.workers["d"]
-    assert decode.counts["draft_left_out: switched_off"] == len(decode.engine.layout.draft_groups)
+    assert decode.peers.left_out["switched_off"] == len(decode.engine.layout.draft_groups)
     assert decode.engine.kv.stats.target_recomputed_tokens["holes"] > 0
 
 
@@ -57,7 +57,7 @@ def test_a_peer_without_a_drafter_serves_the_target_rows():
     pair.fetch(tokens, greedy(), "r")
     pair.settle()
     assert_as_on_one_worker(pair, "r", tokens, "eagle3")
-    assert pair.workers["d"].counts["draft_left_out: no_drafter"] == 1
+    assert pair.workers["d"].peers.left_out["no_drafter"] == 1
 
 
 def test_another_target_is_refused_by_name_and_the_request_computed_here():
@@ -70,8 +70,8 @@ def test_another_target_is_refused_by_name_and_the_request_computed_here():
     pair.settle()
     assert pair.requests["r"].output == run(tiny_engine("none"), [tokens], greedy())[0].tokens
     decode = pair.workers["d"]
-    assert decode.counts["computed_here: refused"] == 1
-    assert "model_fingerprint" in decode.refused["p"]
+    assert decode.fetching.computed_here["refused"] == 1
+    assert "model_fingerprint" in decode.peers.refused["p"]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -80,7 +80,7 @@ def test_lost_repeated_and_reordered_frames_change_no_word(seed):
     pair.workers["d"].greet("p")
     wanted = {f"r{n}": prompt(n, seed=n) for n in (5, 17, 33)}
     for _ in range(40):
-        if "p" in pair.workers["d"].peers and "d" in pair.workers["p"].peers:
+        if "p" in pair.workers["d"].peers.known and "d" in pair.workers["p"].peers.known:
             break
         pair.workers["d"].greet("p")
         pair.turn()
@@ -135,7 +135,8 @@ def test_a_prefill_worker_that_dies_costs_none_of_the_requests_it_had(after):
     for name, tokens in wanted.items():
         plain = run(tiny_engine("none"), [tokens], greedy())[0]
         assert pair.requests[name].output == plain.tokens, name
-    assert sum(pair.workers["d"].stats.outcomes.values()) == len(wanted)
+    stats = pair.workers["d"].stats
+    assert stats.fetched + sum(stats.computed_here.values()) == len(wanted)
 
 
 def test_sampled_requests_with_logprobs_say_what_one_worker_says():
@@ -185,26 +186,26 @@ def test_a_worker_whose_data_plane_was_closed_is_a_peer_again_when_greeted():
     pair.fetch(prompt(30, seed=1), greedy(), "first")
     pair.settle()
     worker = pair.workers["d"]
-    worker._transport.fence(worker.peers["p"].name)
+    worker._transport.fence(worker.peers.known["p"].name)
     pair.turn()
-    assert not worker.peers
+    assert not worker.peers.known
     worker.greet("p")
     pair.settle()
     pair.fetch(prompt(40, seed=9), greedy(), "again")
     pair.settle()
     assert_as_on_one_worker(pair, "again", prompt(40, seed=9), "eagle3")
-    assert worker.counts["fetched"] == 2
+    assert worker.fetching.fetched == 2
 
 
 def test_what_waits_for_a_worker_whose_data_plane_was_closed_is_computed_here(monkeypatch):
     pair = Pair("eagle3")
     pair.settle()
     worker = pair.workers["d"]
-    worker._transport.fence(worker.peers["p"].name)
+    worker._transport.fence(worker.peers.known["p"].name)
     with monkeypatch.context() as patch:
         patch.setattr(Sink, "open", lambda *_: None)  # no room: it waits
         pair.fetch(prompt(30, seed=1), greedy(), "r0")
         pair.turn()
     pair.settle()
     assert_as_on_one_worker(pair, "r0", prompt(30, seed=1), "eagle3")
-    assert worker.counts["computed_here: peer_fenced"] == 1
+    assert worker.fetching.computed_here["peer_fenced"] == 1

@@ -120,7 +120,7 @@ def test_rows_cross_processes_and_the_drafter_notices_nothing(worker, model):
     for name, tokens in wanted.items():
         assert tokens_of(done[name]) == plain(model, tokens)
         assert done[name][-1].num_accepted == done[name][-1].num_drafts > 0
-    assert worker.exchange.counts["fetched"] == 3
+    assert worker.exchange.fetching.fetched == 3
     assert worker.scheduler.stats.num_prefill_rows == 0
     turn = [*wanted["a"], *tokens_of(done["a"]), *prompt(20, seed=4)]
     worker.add(turn, greedy(), request_id="second turn")
@@ -142,7 +142,7 @@ def test_a_prefill_process_that_is_killed_costs_no_request(alone, model, turns):
     assert tokens_of(done["r"]) == plain(model, tokens)
     worker.add(prompt(40, seed=6), greedy(), request_id="later")
     assert tokens_of(finish(worker, {"later"})["later"]) == plain(model, prompt(40, seed=6))
-    assert worker.exchange.counts["computed_here: no_prefill_worker"] == 1
+    assert worker.exchange.fetching.computed_here["no_prefill_worker"] == 1
 
 
 def test_another_prefill_process_takes_the_place_of_one_that_is_killed(worker, model):
@@ -156,13 +156,13 @@ def test_another_prefill_process_takes_the_place_of_one_that_is_killed(worker, m
     assert worker.prefill[0].pid != first
     worker.add(prompt(60, seed=9), greedy(), request_id="r")
     assert tokens_of(finish(worker, {"r"})["r"]) == plain(model, prompt(60, seed=9))
-    assert worker.exchange.counts["fetched"] == 1
+    assert worker.exchange.fetching.fetched == 1
 
 
 def test_a_prefill_worker_whose_connection_was_closed_is_used_again(worker, model):
     worker.add(prompt(60, seed=9), greedy(), request_id="before")
     finish(worker, {"before"})
-    (peer,) = worker.exchange.peers.values()
+    (peer,) = worker.exchange.peers.known.values()
     worker.exchange._transport.fence(peer.name)
     while worker.num_prefill_workers:
         worker.step()
@@ -173,7 +173,7 @@ def test_a_prefill_worker_whose_connection_was_closed_is_used_again(worker, mode
         worker.add(prompt(70, seed=len(name)), greedy(), request_id=name)
         done = finish(worker, {name})
         assert tokens_of(done[name]) == plain(model, prompt(70, seed=len(name)))
-    assert worker.exchange.counts["fetched"] >= 2
+    assert worker.exchange.fetching.fetched >= 2
 
 
 def test_one_that_keeps_ending_is_started_less_and_less_often(worker):

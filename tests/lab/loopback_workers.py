@@ -16,7 +16,8 @@ from labs import make_engine
 from tandemkv.base.config import EngineConfig
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.engine.engine import Engine
-from tandemkv.engine.exchange import COMPUTED_HERE, Exchange, Fetch, HandoffStats
+from tandemkv.engine.exchange import Exchange, HandoffStats
+from tandemkv.engine.fetching import Fetch
 from tandemkv.kv.keys import Namespace
 from tandemkv.sched.batch import Output
 from tandemkv.sched.request import FinishReason, Request
@@ -48,8 +49,8 @@ class LoopbackWorker:
                 self._exchange(twin(engine), name, WorkerRole.PREFILL, draft_transfer)
             )
             self.exchange.greet(name)
-        while len(self.exchange.peers) < num_prefill:
-            assert not self.exchange.refused, self.exchange.refused
+        while len(self.exchange.peers.known) < num_prefill:
+            assert not self.exchange.peers.refused, self.exchange.peers.refused
             self._turn()
 
     def _exchange(self, engine: Engine, name: str, role: WorkerRole, transfer: bool) -> Exchange:
@@ -71,8 +72,7 @@ class LoopbackWorker:
             peer = self.prefill[self._next % len(self.prefill)].engine_id
             self.exchange.fetch(Fetch(request, peer))
         else:
-            self.exchange.counts[COMPUTED_HERE + "no_prefill_worker"] += 1
-            self._engine.submit(request)
+            self.exchange.fetching.compute_here(request, "no_prefill_worker")
         return request
 
     def lose_prefill_workers(self) -> None:

@@ -238,6 +238,11 @@ class Engine:
         return math.inf
 
     @property
+    def num_prefill_workers(self) -> int:
+        """Other processes that compute prompts for it."""
+        return 0
+
+    @property
     def handoffs(self) -> HandoffStats | None:
         """An engine computes all prompts itself; a worker that stands in for one says otherwise."""
         return None

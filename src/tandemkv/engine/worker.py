@@ -32,7 +32,8 @@ from tandemkv.base.errors import ConfigError, TandemError
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.engine.channel import Channel
 from tandemkv.engine.engine import Engine
-from tandemkv.engine.exchange import COMPUTED_HERE, Exchange, Fetch, HandoffStats
+from tandemkv.engine.exchange import Exchange, HandoffStats
+from tandemkv.engine.fetching import Fetch
 from tandemkv.kv.keys import Namespace
 from tandemkv.sched.batch import Output
 from tandemkv.sched.request import FinishReason, Request
@@ -184,13 +185,12 @@ class DecodeWorker:
             priority=priority,
             watch=watch,
         )
-        peers = [p.engine_id for p in self.prefill if p.engine_id in self.exchange.peers]
+        peers = [p.engine_id for p in self.prefill if p.engine_id in self.exchange.peers.known]
         if peers:
             self._next += 1
             self.exchange.fetch(Fetch(request, peers[self._next % len(peers)]))
         else:
-            self.exchange.counts[COMPUTED_HERE + "no_prefill_worker"] += 1
-            self._engine.submit(request)
+            self.exchange.fetching.compute_here(request, "no_prefill_worker")
         return request
 
     @property
@@ -206,7 +206,7 @@ class DecodeWorker:
     @property
     def num_prefill_workers(self) -> int:
         """Prefill processes that are alive and would be given a prompt now."""
-        peers = self.exchange.peers
+        peers = self.exchange.peers.known
         return sum(process.alive and process.engine_id in peers for process in self.prefill)
 
     @property
@@ -260,7 +260,7 @@ class DecodeWorker:
         greet = now - self._greeted >= GREET_EVERY_S
         for i, process in enumerate(self.prefill):
             if process.alive:
-                if greet and process.engine_id not in self.exchange.peers:
+                if greet and process.engine_id not in self.exchange.peers.known:
                     self._greet(process)
                 continue
             if not process.ended:
@@ -273,7 +273,7 @@ class DecodeWorker:
             self._greeted = now
 
     def _note_end(self, i: int, process: PrefillProcess, now: float) -> None:
-        known = process.engine_id in self.exchange.peers
+        known = process.engine_id in self.exchange.peers.known
         self._failures[i] = 0 if known else self._failures[i] + 1
         wait = min(MAX_RESTART_S, RESTART_S * 2 ** self._failures[i])
         self._due[i] = now + wait
@@ -283,18 +283,18 @@ class DecodeWorker:
         process.close()
 
     def _greet(self, process: PrefillProcess) -> None:
-        hello = wire.Hello(offer=self.exchange.offer)
-        frame = wire.encode(hello, source=self.exchange.engine_id, target=process.engine_id)
+        peers = self.exchange.peers
+        frame = peers.frame(wire.Hello(offer=peers.offer), process.engine_id)
         self._channel.send_to(process.address, frame)
 
     def _await_peers(self) -> None:
         """Greet every prefill process until it answers."""
         deadline = time.monotonic() + START_S
         for process in self.prefill:
-            while process.engine_id not in self.exchange.peers:
-                if self.exchange.refused:
+            while process.engine_id not in self.exchange.peers.known:
+                if self.exchange.peers.refused:
                     raise ConfigError(
-                        f"prefill worker: {next(iter(self.exchange.refused.values()))}"
+                        f"prefill worker: {next(iter(self.exchange.peers.refused.values()))}"
                     )
                 if not process.alive:
                     raise ConfigError("a prefill worker ended before it was ready")

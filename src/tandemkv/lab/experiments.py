@@ -177,7 +177,7 @@ def _transfer(engine: Engine) -> Transfer:
         asked=sum(stats.asked_bytes.values()),
         received=sum(stats.received_bytes.values()),
         draft=sum(size for name, size in stats.received_bytes.items() if name in drafts),
-        computed_here=sum(n for how, n in stats.outcomes.items() if how != "fetched"),
+        computed_here=sum(stats.computed_here.values()),
     )
 
 

@@ -28,7 +28,6 @@ from tandemkv.kv.coverage import HOLES, LOOKAHEAD
 
 if TYPE_CHECKING:
     from tandemkv.engine.engine import Engine
-    from tandemkv.engine.exchange import HandoffStats
 
 PREFIX = "tandemkv:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -311,16 +310,13 @@ def snapshot_of(engine: Engine) -> Snapshot:
 
 
 def _handoffs_of(engine: Engine) -> Handoffs | None:
-    stats: HandoffStats | None = getattr(engine, "handoffs", None)
+    stats = engine.handoffs
     if stats is None:
         return None
-    outcomes = {("fetched", ""): 0}
-    for text, count in stats.outcomes.items():
-        outcome, _, reason = text.partition(": ")
-        outcomes[outcome, reason] = count
+    here = {("computed_here", reason): count for reason, count in stats.computed_here.items()}
     return Handoffs(
-        workers=getattr(engine, "num_prefill_workers", 0),
-        outcomes=outcomes,
+        workers=engine.num_prefill_workers,
+        outcomes={("fetched", ""): stats.fetched, **here},
         left_out=stats.left_out,
         received_bytes=stats.received_bytes,
     )
