@@ -19,7 +19,7 @@ import httpx
 from tandemkv.base.config import EngineConfig
 from tandemkv.engine.background import AsyncEngine
 from tandemkv.engine.engine import Engine
-from tandemkv.serve.http import HttpServer
+from tandemkv.serve.service import engine_server
 
 
 class Running:
@@ -27,7 +27,7 @@ class Running:
 
     def __init__(self, engine: Any, *, grace_s: float = 10.0) -> None:
         self.engine = engine
-        self.server = HttpServer(engine, ("127.0.0.1", 0), grace_s=grace_s)
+        self.server = engine_server(engine, ("127.0.0.1", 0), grace_s=grace_s)
         self.url = self.server.url
         ready = threading.Event()
 

@@ -11,7 +11,8 @@ import httpx
 import pytest
 from serving import CHAT, TEXT, Running, user
 
-from tandemkv.serve.http import MAX_BODY_BYTES, create_app
+from tandemkv.serve.http import MAX_BODY_BYTES
+from tandemkv.serve.service import create_app
 
 
 def raw(value: bytes) -> dict[str, Any]:

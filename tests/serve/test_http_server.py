@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import CHAT, LONG, TEXT, Running, events_of, user
 
 from tandemkv.base.errors import ConfigError
-from tandemkv.serve.http import bind
+from tandemkv.serve.address import bind
 
 
 def held(server: Running) -> int:

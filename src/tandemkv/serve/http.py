@@ -1,10 +1,10 @@
-"""The HTTP server: routes, bodies, event streams, disconnects. The one file that knows FastAPI.
+"""HTTP: applications, bounded bodies, event streams, disconnects, servers. The one door to FastAPI.
 
-    request -> body (bounded) -> Ask -> prompt tokens -> Generation -> JSON or server-sent events
+    connection -> application -> a route of service.py or router.py -> JSON or server-sent events
 
-Law: every answer, also an error, has the API's shape; no traceback leaves the process; the engine
-requests of a client that goes away, streaming or not, are aborted. No parameter is checked here and
-no choice written: openai.py, generation.py, reply.py and answers.py do that.
+Law: every answer, also an error, has the API's shape; no traceback leaves the process; work for a
+client that goes away is cancelled, and a server that is told to stop does so in a bounded time. No
+route is declared here: modules that have some take these names from here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ import logging
 import math
 import socket
 import sys
-import time
-import uuid
-import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -33,121 +30,48 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandemkv.base.errors import RequestError
-from tandemkv.engine.background import AsyncEngine
-from tandemkv.serve import answers, chat, metrics
+from tandemkv.serve import answers
 from tandemkv.serve.address import bind
-from tandemkv.serve.answers import Format, Json
-from tandemkv.serve.fields import Body, decode_body, flag, refuse_unknown, text
-from tandemkv.serve.generation import Generation
-from tandemkv.serve.openai import (
-    Ask,
-    Limits,
-    check_model,
-    parse_chat,
-    parse_completion,
-    parse_tokens,
-)
-from tandemkv.serve.reply import Answer
+from tandemkv.serve.answers import Json
+from tandemkv.serve.fields import Body, decode_body
 
-log = logging.getLogger("tandemkv")
+__all__ = [
+    "CLIENT_GONE",
+    "DEFAULT_GRACE_S",
+    "EventStream",
+    "FastAPI",
+    "HttpServer",
+    "Request",
+    "Response",
+    "json_response",
+    "new_app",
+    "read_body",
+    "while_connected",
+]
 
 MAX_BODY_BYTES = 8 << 20
 CLIENT_GONE = 499
-METRICS_WAIT_S = 2.0
 DEFAULT_GRACE_S = 10.0
 ACCEPTING_S = 0.05
 FLUSH_S = 2.0
 CANCEL_AFTER_S = 3.0
-FORCED_CLOSE_S = 2.0
 
 T = TypeVar("T")
 
 
-class Service:
-    """What the routes share: the engine, its limits, the tokenizer's thread, the latencies."""
+def json_response(body: Json, status: int = 200) -> Response:
+    """A response of one JSON object."""
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self.engine = engine
-        self.limits = Limits(
-            engine.model_name,
-            engine.max_model_len,
-            engine.vocab_size,
-        )
-        self.latencies = metrics.Latencies()
-        self._snapshot = metrics.Snapshot()
-        self._running: weakref.WeakSet[Generation] = weakref.WeakSet()
-        self.started = int(time.time())
-        self._token_bytes = answers.token_bytes_of(engine.tokenizer)
-        # One thread: long prompts do not hold up the event loop, and the tokenizer sees one caller.
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tandemkv-tokenize")
-        longest = max((len(piece) for piece in engine.tokenizer.get_vocab()), default=1)
-        self._max_chars = engine.max_model_len * longest
 
-    async def tokenize(self, prompt: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+def new_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+    """An application without routes, whose errors have the API's shape.
 
-        def work() -> list[int]:
-            return self.engine.tokenizer(
-                prompt, add_special_tokens=add_special_tokens, verbose=False
-            ).input_ids
-
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
-
-    async def prompt_tokens(self, ask: Ask) -> list[list[int]]:
-        """Token ids of every prompt of an Ask."""
-        prompts: list[str | list[int]] = list(ask.prompts)
-        if ask.chat:
-            prompts = [chat.render(self.engine.tokenizer, ask.messages, ask.template)]
-        for prompt in prompts:
-            if isinstance(prompt, str) and len(prompt) > self._max_chars:  # not worth tokenizing
-                raise RequestError(
-                    f"the prompt has {len(prompt)} characters, more than this model's context of"
-                    f" {self.engine.max_model_len} tokens can hold",
-                    param="messages" if ask.chat else "prompt",
-                )
-        return [
-            await self.tokenize(prompt, ask.add_special_tokens)
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in prompts
-        ]
-
-    async def answer(self, request: Request, ask: Ask) -> Response:
-        """Run an Ask: a JSON response, or an event stream."""
-        if not self.engine.alive:
-            raise RequestError(self.engine.error or "the engine is shut down", status=503)
-        prompts = await self.prompt_tokens(ask)
-        request_id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        generation = Generation(self.engine, ask, prompts, self.limits, self.latencies, request_id)
-        self._running.add(generation)
-        form = Format(
-            chat=ask.chat,
-            logprobs=ask.params.logprobs is not None,
-            return_token_ids=ask.return_token_ids,
-            token_bytes=self._token_bytes,
-        )
-        answer = Answer(self.engine, ask, generation, form, request_id)
-        await generation.start()
-        if ask.stream:
-            return EventStream(answer.events(), generation.abort)
-        body = await while_connected(request.receive, answer.whole())
-        return _json(body) if body is not None else Response(status_code=CLIENT_GONE)
-
-    async def metrics(self) -> bytes:
-        """The exposition text; a step that takes long delays it by METRICS_WAIT_S at most."""
-        with contextlib.suppress(TimeoutError, RequestError):
-            if self.engine.alive:
-                taking = self.engine.call(metrics.snapshot_of)
-                self._snapshot = await asyncio.wait_for(taking, METRICS_WAIT_S)
-        return metrics.render(self.limits.model, self._snapshot, self.latencies)
-
-    def end_all(self) -> None:
-        """End every answer in progress with an error; those that are over take no notice."""
-        for generation in self._running:
-            generation.fail(RequestError("the server is shutting down", status=503))
-
-    def closing(self) -> None:
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+    lifespan: entered before the first request, left after the last.
+    """
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
+    _add_errors(app)
+    return app
 
 
 class EventStream(Response):
@@ -204,94 +128,9 @@ async def read_body(request: Request) -> Body:
     return decode_body(bytes(raw))
 
 
-def create_app(engine: AsyncEngine, *, closes_engine: bool = False) -> FastAPI:
-    """The application over a running engine. closes_engine: close it when the server stops."""
-    service = Service(engine)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            service.closing()
-        if closes_engine:
-            await asyncio.to_thread(engine.close)
-
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.state.service = service
-    _add_api(app, service)
-    _add_information(app, service)
-    _add_errors(app)
-    return app
-
-
-def _add_api(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await service.answer(request, parse_chat(await read_body(request), service.limits))
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        body = await read_body(request)
-        return await service.answer(request, parse_completion(body, service.limits))
-
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        body = await read_body(request)
-        names = {"model", "prompt", "messages", "add_special_tokens", "add_generation_prompt"}
-        refuse_unknown(body, frozenset(names))
-        check_model(body, service.limits)
-        is_chat = body.get("messages") is not None
-        if is_chat == (body.get("prompt") is not None):
-            raise RequestError("exactly one of prompt and messages is needed", param="prompt")
-        prompt = text(body, "prompt", "")
-        if is_chat:
-            options = chat.TemplateOptions(flag(body, "add_generation_prompt", True))
-            messages = chat.parse_messages(body["messages"])
-            prompt = chat.render(service.engine.tokenizer, messages, options)
-        tokens = await service.tokenize(prompt, flag(body, "add_special_tokens", not is_chat))
-        limit = service.limits.max_model_len
-        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        body = await read_body(request)
-        refuse_unknown(body, frozenset({"model", "tokens"}))
-        check_model(body, service.limits)
-        tokens = parse_tokens(body.get("tokens"), service.limits.vocab_size, "tokens")
-        return _json({"prompt": service.engine.tokenizer.decode(tokens)})
-
-
-def _add_information(app: FastAPI, service: Service) -> None:
-    def model() -> Json:
-        limits = service.limits
-        return answers.models_body(limits.model, limits.max_model_len, service.started)
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return _json({"object": "list", "data": [model()]})
-
-    @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> Response:
-        if name != service.limits.model:
-            raise RequestError(f"model {name!r:.60} is not served", status=404, param="model")
-        return _json(model())
-
-    @app.get("/health")
-    async def health() -> Response:
-        if service.engine.alive:
-            return _json({"status": "ok"})
-        reason = service.engine.error or "the engine is shut down"
-        return _json({"status": "down", **answers.error_body(reason, 503)}, 503)
-
-    @app.get("/metrics")
-    async def prometheus() -> Response:
-        return Response(await service.metrics(), media_type=metrics.CONTENT_TYPE)
-
-
 def _add_errors(app: FastAPI) -> None:
     def reply(message: str, status: int, param: str | None = None) -> Response:
-        return _json(answers.error_body(message, status, param), status)
+        return json_response(answers.error_body(message, status, param), status)
 
     @app.exception_handler(RequestError)
     async def refused(_: Request, error: RequestError) -> Response:
@@ -319,22 +158,24 @@ class HttpServer:
     """A server on one address: bound when made, answering while `run()` runs.
 
     at: host and port (0 takes a free one), or what `bind` returned. When it stops, running answers
-    have grace_s to end; then they end with an error that has FLUSH_S to reach its client; then
-    what is still connected is cut, whatever it does, and the engine is closed.
+    have grace_s to end; then `end_all` is called, on the loop, to end them with an error that has
+    FLUSH_S to reach its client; then what is still connected is cut, whatever it does. `close` is
+    called last, by `run()`, also where the end was forced and the application's lifespan not left.
     """
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        app: FastAPI,
         at: tuple[str, int] | socket.socket,
         *,
+        end_all: Callable[[], None],
+        close: Callable[[], None],
         grace_s: float = DEFAULT_GRACE_S,
     ) -> None:
-        self._engine = engine
+        self._close = close
         self._socket = at if isinstance(at, socket.socket) else bind(*at)
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        app = create_app(engine, closes_engine=True)
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -344,7 +185,7 @@ class HttpServer:
         )
         self._server = _Uvicorn(config)
         self._server.grace_s = grace_s
-        self._server.end_all = app.state.service.end_all
+        self._server.end_all = end_all
 
     def run(
         self,
@@ -363,9 +204,19 @@ class HttpServer:
                 self._server.run(sockets=[self._socket])
         finally:
             logging.getLogger("uvicorn.error").disabled = False
-            self._engine.close(FORCED_CLOSE_S)  # closed already, unless the end was forced
+            self._close()
         if self._server.force_exit:
             raise KeyboardInterrupt
+
+    def run_shown(self, line: Callable[[str], str]) -> None:
+        """`run()` for an operator: line(url) on stdout when it answers, remarks on stderr."""
+
+        def stopping(count: int) -> None:
+            requests = f"{count} request{'s' if count > 1 else ''}"
+            text = f"finishing {requests}; press Ctrl-C again to stop now"
+            print(text, file=sys.stderr, flush=True)
+
+        self.run(lambda url: print(line(url), flush=True), stopping)
 
     def stop(self) -> None:
         """Ask `run()`, in another thread, to end."""
@@ -420,24 +271,8 @@ class _Uvicorn(uvicorn.Server):
             connection.transport.abort()
 
 
-def run_server(
-    engine: AsyncEngine,
-    address: tuple[str, int] | socket.socket,
-    *,
-    grace_s: float = DEFAULT_GRACE_S,
-    about: str = "",
-) -> None:
-    """Serve `engine` until a signal, then close it. Prints the URL, and `about`, when ready."""
+def run_server(*args: Any, **options: Any) -> None:
+    """service.run_server, for callers that look for it here."""
+    from tandemkv.serve.service import run_server as run
 
-    def ready(url: str) -> None:
-        print(f"serving {engine.model_name} on {url}/v1{about and f' ({about})'}", flush=True)
-
-    def stopping(count: int) -> None:
-        requests = f"{count} request{'s' if count > 1 else ''}"
-        print(f"finishing {requests}; press Ctrl-C again to stop now", file=sys.stderr, flush=True)
-
-    HttpServer(engine, address, grace_s=grace_s).run(ready, stopping)
-
-
-def _json(body: Json, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
+    run(*args, **options)
