@@ -30,7 +30,7 @@ SAMPLING_FIELDS = _names(
 SHARED_FIELDS = SAMPLING_FIELDS | _names(
     "model stream stream_options stop stop_token_ids n logprobs logit_bias max_tokens cache_salt"
     " priority return_metrics return_token_ids add_special_tokens skip_special_tokens"
-    " include_stop_str_in_output user"
+    " include_stop_str_in_output user kv_transfer_params"
 )
 CHAT_FIELDS = SHARED_FIELDS | _names(
     "messages top_logprobs max_completion_tokens add_generation_prompt continue_final_message"
@@ -56,7 +56,6 @@ NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_whitespace_pattern": (),
     "include_reasoning": (True, False),
-    "kv_transfer_params": (),
     "length_penalty": (1.0,),
     "logits_processors": ([],),
     "metadata": ({},),

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from tandemkv.base.errors import InvariantError, RequestError
 from tandemkv.base.sampling import SamplingParams
+from tandemkv.base.transfer_params import KVTransferParams
 from tandemkv.engine.background import AsyncEngine, Handle
 from tandemkv.kv.keys import Namespace
 from tandemkv.kv.records import DraftUse
@@ -166,6 +167,11 @@ class Generation:
                 out.add(choice.last.draft_use)
         return out
 
+    def transfer(self) -> KVTransferParams | None:
+        """Where the rows of a finished request are held for the worker that is to generate."""
+        last = self.choices[0].last
+        return None if last is None else getattr(last, "transfer", None)
+
     def _spawn(self, choice: Choice, rest: Sequence[Choice] = ()) -> None:
         if choice.handle is None:
             raise InvariantError(f"choice {choice.index} was not submitted before it is read")
@@ -187,6 +193,7 @@ class Generation:
     async def _submit(self, choice: Choice) -> None:
         # A text of its own for the stop strings: the engine pushes this one on its thread.
         watch = self._text(choice.prompt).push if self._ask.stop else None
+        transfer = self._ask.transfer
         choice.handle = await self._engine.submit(
             choice.prompt,
             choice.params,
@@ -194,6 +201,7 @@ class Generation:
             watch=watch,
             priority=self._ask.priority,
             request_id=f"{self._request_id}-{choice.index}",
+            **({} if transfer is None else {"transfer": transfer}),
         )
 
     def _text(self, prompt: Sequence[int]) -> TextStream:

@@ -14,6 +14,8 @@ import msgspec
 
 from tandemkv.base.errors import RequestError
 from tandemkv.base.sampling import MAX_LOGPROBS, SamplingParams
+from tandemkv.base.transfer_params import FIELD as TRANSFER
+from tandemkv.base.transfer_params import KVTransferParams, parse_transfer
 from tandemkv.serve.chat import Message, TemplateOptions, parse_messages
 from tandemkv.serve.fields import (
     CHAT_FIELDS,
@@ -52,7 +54,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
     params: valid as they stand except for max_tokens, which `params_for` settles once the prompt's
     length is known (max_tokens None: whatever the model has room for). max_tokens_field: the name
-    the client used.
+    the client used. transfer: which worker computes the prompt, or that another one generates.
     """
 
     params: SamplingParams
@@ -73,6 +75,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     return_metrics: bool = False
     return_token_ids: bool = False
+    transfer: KVTransferParams | None = None
 
     @property
     def chat(self) -> bool:
@@ -208,7 +211,7 @@ def _ask(body: Body, limits: Limits, *, logprobs: int | None, **fields: Any) -> 
     max_tokens: int | None = fields["max_tokens"]
     stream = flag(body, "stream", False)
     text(body, "user", "")  # who asks changes nothing
-    return Ask(
+    ask = Ask(
         params=SamplingParams(
             **_sampling(body),
             max_tokens=limits.max_model_len if max_tokens is None else max_tokens,
@@ -226,8 +229,33 @@ def _ask(body: Body, limits: Limits, *, logprobs: int | None, **fields: Any) -> 
         priority=integer(body, "priority", 0, low=-(2**31), high=2**31 - 1),
         return_metrics=flag(body, "return_metrics", False),
         return_token_ids=flag(body, "return_token_ids", False),
+        transfer=parse_transfer(body.get(TRANSFER)),
         **fields,
     )
+    _check_transfer(ask)
+    return ask
+
+
+def _check_transfer(ask: Ask) -> None:
+    """Refuse a hand-off of anything but one choice over one prompt, and, where another worker is
+    to generate, of more than the first token.
+    """
+    if ask.transfer is None:
+        return
+    if ask.n != 1 or len(ask.prompts) > 1:
+        raise RequestError(f"{TRANSFER} needs exactly one prompt, and n 1", param=TRANSFER)
+    if not ask.transfer.do_remote_decode:
+        return
+    if ask.stream:
+        raise RequestError(
+            f"{TRANSFER}: do_remote_decode is answered whole: stream must be false", param=TRANSFER
+        )
+    if ask.max_tokens != 1:
+        raise RequestError(
+            f"{TRANSFER}: do_remote_decode needs {ask.max_tokens_field} 1, for another worker"
+            " generates the rest",
+            param=TRANSFER,
+        )
 
 
 def _sampling(body: Body) -> Body:

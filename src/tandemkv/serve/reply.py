@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from tandemkv.base.errors import RequestError
+from tandemkv.base.transfer_params import FIELD as TRANSFER
 from tandemkv.engine.background import AsyncEngine
 from tandemkv.serve import answers
 from tandemkv.serve.answers import Envelope, Format, Json, Piece
@@ -46,7 +47,10 @@ class Answer:
             sum_up.logprobs += piece.logprobs
             sum_up.finish_reason = piece.finish_reason
         return self._envelope.body(
-            [self._form.whole(piece) for piece in whole], usage=self._usage(), **self._metrics()
+            [self._form.whole(piece) for piece in whole],
+            usage=self._usage(),
+            **self._metrics(),
+            **self._transfer(),
         )
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -90,6 +94,11 @@ class Answer:
 
     def _usage(self) -> Json:
         return answers.usage(*self._generation.usage())
+
+    def _transfer(self) -> Json:
+        """For the proxy that asked for a prompt alone: what it passes on to the decode worker."""
+        held = self._generation.transfer()
+        return {} if held is None else {TRANSFER: msgspec.to_builtins(held)}
 
     def _metrics(self) -> Json:
         if not self._ask.return_metrics:

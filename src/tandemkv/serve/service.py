@@ -17,9 +17,13 @@ import uuid
 import weakref
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from tandemkv.base.errors import RequestError
 from tandemkv.engine.background import AsyncEngine
+from tandemkv.kv.keys import Namespace
 from tandemkv.serve import answers, chat, metrics
 from tandemkv.serve.answers import Format, Json
 from tandemkv.serve.fields import flag, refuse_unknown, text
@@ -41,13 +45,18 @@ from tandemkv.serve.openai import (
     Ask,
     Limits,
     check_model,
+    params_for,
     parse_chat,
     parse_completion,
     parse_tokens,
 )
 from tandemkv.serve.reply import Answer
 
+if TYPE_CHECKING:
+    from tandemkv.engine.engine import Engine
+
 METRICS_WAIT_S = 2.0
+WORKER_WAIT_S = 0.5
 FORCED_CLOSE_S = 2.0
 
 
@@ -63,6 +72,7 @@ class Service:
         )
         self.latencies = metrics.Latencies()
         self._snapshot = metrics.Snapshot()
+        self._worker: Json = {}
         self._running: weakref.WeakSet[Generation] = weakref.WeakSet()
         self.started = int(time.time())
         self._token_bytes = answers.token_bytes_of(engine.tokenizer)
@@ -102,8 +112,7 @@ class Service:
 
     async def answer(self, request: Request, ask: Ask) -> Response:
         """Run an Ask: a JSON response, or an event stream."""
-        if not self.engine.alive:
-            raise RequestError(self.engine.error or "the engine is shut down", status=503)
+        self._check_alive()
         prompts = await self.prompt_tokens(ask)
         request_id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{uuid.uuid4().hex}"
         generation = Generation(self.engine, ask, prompts, self.limits, self.latencies, request_id)
@@ -128,6 +137,48 @@ class Service:
                 taking = self.engine.call(metrics.snapshot_of)
                 self._snapshot = await asyncio.wait_for(taking, METRICS_WAIT_S)
         return metrics.render(self.limits.model, self._snapshot, self.latencies)
+
+    async def worker(self) -> Json:
+        """Role, engine id, control address, model and load; what was last known during a step
+        that takes longer than WORKER_WAIT_S, so that a busy worker is not taken for a dead one.
+        """
+        self._check_alive()
+        taking = self.engine.call(lambda engine: (engine.worker_info, engine.load))
+        try:
+            info, load = await asyncio.wait_for(taking, WORKER_WAIT_S if self._worker else None)
+        except TimeoutError:
+            return self._worker
+        model, longest = self.limits.model, self.limits.max_model_len
+        about = {"model": model, "max_model_len": longest, "load": msgspec.to_builtins(load)}
+        self._worker = {**info, **about}
+        return self._worker
+
+    async def coverage(self, ask: Ask) -> Json:
+        """How many rows of an Ask's prompts are not held here, by domain; all prompts together."""
+        self._check_alive()
+        prompts = await self.prompt_tokens(ask)
+        for tokens in prompts:
+            params_for(ask, len(tokens), 0, self.limits)
+        namespace = Namespace(salt=ask.cache_salt)
+
+        def look(engine: Engine) -> tuple[str, list[dict[str, int]], Any]:
+            missing = [engine.missing_rows(tokens, namespace) for tokens in prompts]
+            return engine.worker_info["engine_id"], missing, engine.load
+
+        engine_id, missing, load = await self.engine.call(look)
+        return {
+            "engine_id": engine_id,
+            "num_tokens": sum(map(len, prompts)),
+            "missing": {
+                domain: sum(rows.get(domain, 0) for rows in missing)
+                for domain in ("target", "draft")
+            },
+            "load": msgspec.to_builtins(load),
+        }
+
+    def _check_alive(self) -> None:
+        if not self.engine.alive:
+            raise RequestError(self.engine.error or "the engine is shut down", status=503)
 
     def end_all(self) -> None:
         """End every answer in progress with an error; those that are over take no notice."""
@@ -155,7 +206,22 @@ def create_app(engine: AsyncEngine, *, closes_engine: bool = False) -> FastAPI:
     app.state.service = service
     _add_api(app, service)
     _add_information(app, service)
+    _add_placement(app, service)
     return app
+
+
+def _add_placement(app: FastAPI, service: Service) -> None:
+    """What a router asks of a worker: who it is, how busy, and what it lacks of a prompt."""
+
+    @app.get("/worker")
+    async def worker() -> Response:
+        return json_response(await service.worker())
+
+    @app.post("/coverage")
+    async def coverage(request: Request) -> Response:
+        body = await read_body(request)
+        parse = parse_completion if body.get("messages") is None else parse_chat
+        return json_response(await service.coverage(parse(body, service.limits)))
 
 
 def engine_server(
