@@ -209,3 +209,37 @@ def test_what_waits_for_a_worker_whose_data_plane_was_closed_is_computed_here(mo
     pair.settle()
     assert_as_on_one_worker(pair, "r0", prompt(30, seed=1), "eagle3")
     assert worker.fetching.computed_here["peer_fenced"] == 1
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "dspark"])
+def test_what_came_is_still_here_when_a_request_is_admitted_after_others(drafter):
+    """More hand-offs than may run at once, and a pool without room for all of their windows."""
+    decode = tiny_engine(drafter, max_running=1, kv_cache_tokens=150, max_model_len=60)
+    pair = Pair(drafter, decode=decode)
+    wanted = {f"r{i}": prompt(30 + i, seed=i) for i in range(5)}
+    for name, tokens in wanted.items():
+        pair.fetch(tokens, greedy(), name)
+    pair.settle(3000)
+    for name, tokens in wanted.items():
+        assert_as_on_one_worker(pair, name, tokens, drafter)
+    ahead = decode.layout.lookahead * len(wanted)
+    at_most_one = len(wanted["r4"])  # one gave way to the next step of the one that ran
+    assert decode.scheduler.stats.num_prefill_rows <= at_most_one + ahead
+
+
+def test_rows_that_came_for_one_who_waits_give_way_to_one_before_it():
+    """They are held, but never from somebody who is served first, nor beyond an abort."""
+    decode = tiny_engine("eagle3", max_running=2, kv_cache_tokens=96, max_model_len=85)
+    pair = Pair("eagle3", decode=decode)
+    first = decode.add(prompt(40, seed=9), greedy(40), request_id="first")
+    wanted = {f"r{i}": prompt(30, seed=i) for i in range(3)}
+    for name, tokens in wanted.items():
+        pair.fetch(tokens, greedy(), name)
+    for _ in range(12):
+        pair.turn()
+    pair.workers["d"].abort("r2") or decode.abort("r2")
+    pair.settle(3000)
+    assert first.finish_reason == "length"
+    assert first.output == run(tiny_engine("none"), [prompt(40, seed=9)], greedy(40))[0].tokens
+    for name in ("r0", "r1"):
+        assert_as_on_one_worker(pair, name, wanted[name], "eagle3")

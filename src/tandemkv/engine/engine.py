@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,14 @@ from tandemkv.base.errors import InvariantError, RequestError
 from tandemkv.base.ids import GroupId
 from tandemkv.base.logprobs import TokenLogprobs
 from tandemkv.base.sampling import SamplingParams
+from tandemkv.base.spans import SpanSet
+from tandemkv.base.transfer_params import FIELD as TRANSFER
+from tandemkv.base.transfer_params import KVTransferParams
 from tandemkv.engine.resolve import Plan, pick_device, pick_dtype, pick_threads, resolve
 from tandemkv.kv.keys import Namespace
 from tandemkv.kv.layout import Domain
 from tandemkv.kv.manager import KVManager
+from tandemkv.kv.sequence import Sequence as KVSequence
 from tandemkv.model.checkpoint import load_target, load_tokenizer
 from tandemkv.model.drafter import Drafter
 from tandemkv.model.drafters import Bind, find_drafter, method_of
@@ -38,6 +43,8 @@ from tandemkv.runner.storage import Storage
 from tandemkv.sched.batch import Output, StepRecord
 from tandemkv.sched.request import Request
 from tandemkv.sched.scheduler import Scheduler
+from tandemkv.sched.stats import Load
+from tandemkv.transfer.plan import wanted
 
 if TYPE_CHECKING:
     from tandemkv.engine.exchange import HandoffStats
@@ -109,6 +116,8 @@ class Engine:
             trace=config.trace,
         )
         self.runner = Runner(plan.layout, self.storage, target, drafter, trace=config.trace)
+        self.engine_id = f"engine-{uuid.uuid4().hex[:12]}"
+        """New with each incarnation."""
         self._next_id = 0
 
     @classmethod
@@ -153,11 +162,18 @@ class Engine:
         priority: int = 0,
         watch: Callable[[Sequence[int]], int | None] | None = None,
         keep: bool = False,
+        transfer: KVTransferParams | None = None,
     ) -> Request:
         """Queue a request. Raises RequestError if it can never run as asked.
 
-        keep: its pages are taken over when it ends, see `engine/handoff.py`.
+        keep: its pages are taken over when it ends, see `engine/handoff.py`. transfer: for a
+        worker that stands in for an engine; an engine by itself refuses it.
         """
+        if transfer is not None:
+            raise RequestError(
+                f"{TRANSFER}: this server exchanges no KV; start one with `tandemkv worker`",
+                param=TRANSFER,
+            )
         request = self.request_of(
             prompt,
             params,
@@ -177,6 +193,7 @@ class Engine:
         first_tokens: Sequence[int] = (),
         cached_tokens: int = 0,
         logprobs: Sequence[TokenLogprobs] | None = None,
+        hold: KVSequence | None = None,
     ) -> None:
         """Queue a request of `request_of`. Raises RequestError if it can never run.
 
@@ -184,7 +201,11 @@ class Engine:
         """
         if first_tokens:
             self.scheduler.add_handed_over(
-                request, list(first_tokens), cached_tokens=cached_tokens, logprobs=logprobs
+                request,
+                list(first_tokens),
+                cached_tokens=cached_tokens,
+                logprobs=logprobs,
+                hold=hold,
             )
         else:
             self.scheduler.add(request)
@@ -231,6 +252,27 @@ class Engine:
         )
         self.scheduler.check_request(request)
         return request
+
+    def missing_rows(
+        self, tokens: Sequence[int], namespace: Namespace = Namespace()
+    ) -> dict[str, int]:
+        """Rows that a prompt needs and the cache lacks, by domain, "target" and "draft"."""
+        match = self.kv.match(tokens, namespace)
+        rows = {str(domain): 0 for domain in Domain}
+        for group, spans in zip(self.layout.groups, match.coverage, strict=True):
+            lacking = wanted(group, len(tokens), SpanSet(spans), ahead=self.layout.lookahead)
+            rows[str(group.domain)] += sum(stop - start for start, stop in lacking)
+        return rows
+
+    @property
+    def load(self) -> Load:
+        """How busy it is."""
+        return self.scheduler.load
+
+    @property
+    def worker_info(self) -> dict[str, Any]:
+        """Who it is to a router: role, engine_id, and its control channel; none by itself."""
+        return {"role": "aggregated", "engine_id": self.engine_id, "control": None}
 
     @property
     def idle_s(self) -> float:

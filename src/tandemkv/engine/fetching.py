@@ -185,10 +185,11 @@ class Fetching:
         assert session is not None
         assert sink is not None
         del self._by_session[session.epoch]
-        sink.deliver([list(spans) for spans in fetch.landed])
+        landed = [list(spans) for spans in fetch.landed]
         if fetch.ready is None or fetch.gone:
+            sink.deliver(landed)
             return
-        first = fetch.ready.first
+        hold, first = sink.keep(landed), fetch.ready.first
         self._fetches.pop(fetch.request.id, None)
         self.fetched += 1
         self.engine.submit(
@@ -196,7 +197,9 @@ class Fetching:
             first_tokens=[first.token],
             cached_tokens=first.cached_tokens,
             logprobs=None if first.logprobs is None else [first.logprobs],
+            hold=hold,
         )
+        self.engine.settle()
 
     def give_up_waiting(self, peer: str, reason: str) -> None:
         """What has not been asked of a worker yet, and will not be."""

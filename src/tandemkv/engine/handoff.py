@@ -20,6 +20,7 @@ from tandemkv.base.sampling import SamplingParams
 from tandemkv.base.spans import Span, SpanSet
 from tandemkv.engine.engine import Engine
 from tandemkv.kv.keys import Namespace
+from tandemkv.kv.sequence import Sequence as KVSequence
 from tandemkv.sched.batch import Output
 from tandemkv.sched.request import Request
 from tandemkv.transfer.offer import GroupOffer, group_offers
@@ -150,7 +151,8 @@ class Sink:
         cls, engine: Engine, prompt: Sequence[int], namespace: Namespace = Namespace()
     ) -> Sink | None:
         """Hold what is here already and room for the rest; None: no room now."""
-        claim = engine.kv.open(list(prompt), namespace=namespace)
+        headroom = engine.scheduler.headroom_of_running()
+        claim = engine.kv.open(list(prompt), namespace=namespace, headroom=headroom)
         if claim is None:
             return None
         engine.scheduler.lent.add(claim.seq)
@@ -168,6 +170,17 @@ class Sink:
 
         Returns how many target rows count, from 0: all, or those before the first that is lacking.
         """
+        rows = self._publish(received)
+        self._engine.kv.release(self._seq)
+        self._engine.settle()
+        return rows
+
+    def keep(self, received: Sequence[Sequence[Span]]) -> KVSequence:
+        """As deliver; the pages stay held by the sequence returned, for `Engine.submit`."""
+        self._publish(received)
+        return self._seq
+
+    def _publish(self, received: Sequence[Sequence[Span]]) -> int:
         self._end()
         rows = self._whole_rows(received)
         groups = self._engine.layout.groups
@@ -181,8 +194,7 @@ class Sink:
             rows, kept = 0, []  # windows were opened for the whole prompt
         if rows > self.held:
             self._engine.kv.accept(self._seq, rows, kept)
-        self._engine.kv.finish(self._seq)
-        self._engine.settle()
+        self._engine.kv.publish_all(self._seq)
         return max(rows, self.held)
 
     def cancel(self) -> None:

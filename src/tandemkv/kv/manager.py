@@ -137,11 +137,18 @@ class KVManager:
         ask = _Ask(packed, namespace, num_rows, rows, resume, policy, expected_tokens, dummy, use)
         return self._claim(ask, tokens, headroom)
 
-    def open(self, tokens: list[int], *, namespace: Namespace = Namespace()) -> Claim | None:
+    def open(
+        self,
+        tokens: list[int],
+        *,
+        namespace: Namespace = Namespace(),
+        headroom: Seq[int] | None = None,
+    ) -> Claim | None:
         """Pages for the rows of all `tokens`, which another worker computes and writes here.
 
         What the tree holds is taken as in a claim; a windowed group opens at its last window. The
-        rest stays uncovered until accept(). Not counted as a query. None: no room now.
+        rest stays uncovered until accept(). Not counted as a query. headroom: as in claim(). None:
+        no room now.
         RequestError if it can never fit.
         """
         num = len(tokens)
@@ -151,7 +158,7 @@ class KVManager:
         ask = _Ask(
             pack_tokens(tokens), namespace, num, num, True, "exact", 0, False, DraftUse(), True
         )
-        claim = self._claim(ask, tokens, None)
+        claim = self._claim(ask, tokens, headroom)
         if claim is not None:
             for g in self.layout.draft_groups:
                 claim.seq.pending[g].remove(0, self.layout.groups[g].first_needed(num))
@@ -478,11 +485,15 @@ class KVManager:
 
         A sequence whose copies were never made has nothing new to publish.
         """
+        self.publish_all(seq)
+        self.release(seq)
+
+    def publish_all(self, seq: Sequence) -> None:
+        """As finish, but the pages stay held, and nothing is written to them any more."""
         if self._publishes(seq.dummy) and not seq.sources:
             self._publisher.settle(seq)
             self.stats.published_blocks += self._publisher.publish(seq)
             self._publisher.publish_partial(seq)
-        self.release(seq)
 
     def suspend(self, seq: Sequence) -> None:
         """As finish, but the request lives on: it will claim its tokens again with resume."""

@@ -189,13 +189,13 @@ class Publisher:
             )
             for j in range(per)
         ]
-        end = min(len(table), (b + 1) * per)
+        end = (b + 1) * per
+        table.extend([NO_PAGE] * (end - len(table)))
         for i in range(b * per, end):
             if not keep[i - b * per]:
                 self.pools[g].give((table[i],))
                 table[i] = NO_PAGE
         pages = table[b * per : end]
-        pages.extend([NO_PAGE] * (per - len(pages)))
         low = max(node.start, group.lookahead)
         full = node.stop - node.start == self.block and mine == ((low, node.stop),)
         run = Run(node, g, pages, sum(keep), low, None if full else mine)

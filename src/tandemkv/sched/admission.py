@@ -112,5 +112,12 @@ class Admission:
         suspended; none if it will run alone."""
         running = len(self._queues.running)
         suspended = request.state is RequestState.SUSPENDED and running > 0
-        growth = (1 + self._limits.num_draft_tokens) * (RESUME_STEPS if suspended else 1)
-        return [(running + suspended) * -(-growth // group.page_size) for group in self._groups]
+        return self._growth(running + suspended, RESUME_STEPS if suspended else 1)
+
+    def headroom_of_running(self) -> list[int]:
+        """Pages per group that rows from elsewhere do not get: those who run need them soon."""
+        return self._growth(len(self._queues.running), RESUME_STEPS)
+
+    def _growth(self, count: int, steps: int) -> list[int]:
+        rows = (1 + self._limits.num_draft_tokens) * steps
+        return [count * -(-rows // group.page_size) for group in self._groups]

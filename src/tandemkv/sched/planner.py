@@ -2,8 +2,9 @@
 
     budget      decoding requests, 1 + k rows each, least recently served first; then chunks of
                 prompts in rank order, never fewer than one row in all; then admissions
-    pages       in rank order; where they run out: drop the drafts of this step, shrink the chunk,
-                then suspend the last in rank, and only those behind the one in need
+    pages       in rank order; where they run out: let go of what is kept for those who wait, drop
+                the drafts of this step, shrink the chunk, then suspend the last in rank, and only
+                those behind the one in need
 
 Law: a request that finds the batch full keeps pages, drafts and positions. No request is suspended
 for one behind it, so the first in rank always moves. A step that suspended admits nobody. A
@@ -148,9 +149,26 @@ class Planner:
             self.suspend(request, "no pages for itself")
         return False
 
+    def let_go(self, request: Request) -> None:
+        """Keep nothing for a request any more: what came for it stays in the tree, evictable."""
+        hold, request.hold = request.hold, None
+        if hold is not None:
+            self._manager.release(hold)
+
+    def _let_go_behind(self, request: Request) -> bool:
+        """Let go of what is kept for the last in rank who waits behind this one; False: nobody."""
+        for other in reversed(self._queues.waiting):
+            if other.rank <= request.rank:
+                return False
+            if other.hold is not None:
+                self.let_go(other)
+                return True
+        return False
+
     def _held_elsewhere(self) -> bool:
         """Whether sequences that no request holds have pages: hand-offs, and those end."""
         held = sum(r.seq is not None for r in self._queues.running)
+        held += sum(r.hold is not None for r in self._queues.waiting)
         return sum(not seq.dummy for seq in self._manager.sequences.values()) > held
 
     def _verify(self, request: Request) -> Segment | None:
@@ -161,7 +179,7 @@ class Planner:
         wanted = num_drafts + num_propose
         for num_drafts, num_propose in _fewer(num_drafts, num_propose):  # noqa: B020
             stop = start + 1 + num_drafts
-            if self._reserve(seq, stop, num_propose):
+            if self._reserve(request, stop, num_propose):
                 self._stats.drafts_skipped += wanted - num_drafts - num_propose
                 return Segment(
                     request=request,
@@ -187,7 +205,7 @@ class Planner:
             samples = stop == n and not request.output
             wanted = self._num_propose(request, emits=samples) if stop == n else 0
             for _, num_propose in _fewer(0, wanted):
-                if self._reserve(seq, stop, num_propose):
+                if self._reserve(request, stop, num_propose):
                     self._stats.drafts_skipped += wanted - num_propose
                     return Segment(
                         request=request,
@@ -215,8 +233,13 @@ class Planner:
             request=request, seq=held(request), start=stop, stop=stop, tokens=[], write=write
         )
 
-    def _reserve(self, seq: Sequence, stop: int, num_propose: int) -> bool:
-        return self._manager.reserve(seq, stop + self._limits.reach(num_propose))
+    def _reserve(self, request: Request, stop: int, num_propose: int) -> bool:
+        """Room for rows and proposals, before anything is kept for those who wait behind."""
+        seq, rows = held(request), stop + self._limits.reach(num_propose)
+        while not self._manager.reserve(seq, rows):
+            if not self._let_go_behind(request):
+                return False
+        return True
 
     def _launch(
         self, request: Request, seq: Sequence, start: int, stop: int
@@ -240,7 +263,12 @@ class Planner:
             except RequestError as error:
                 self._fail(request, str(error))
                 continue
+            if claim is None and self._let_go_behind(request):
+                continue
             if claim is None:
+                if not queues.running and request.hold is not None:
+                    self.let_go(request)
+                    continue
                 if queues.running or self._held_elsewhere():
                     return
                 self._fail(request, self._full(request))
@@ -253,6 +281,7 @@ class Planner:
     def _open(self, plan: StepPlan, request: Request, claim: Claim) -> None:
         """Bind a claim to its request: what it holds, what it must compute, what was hit."""
         resumes = request.state is RequestState.SUSPENDED
+        self.let_go(request)
         self._queues.start(request, claim.seq)
         plan.claimed.append(claim.seq)
         plan.copies.extend(claim.copies)
@@ -286,6 +315,7 @@ class Planner:
     def _fail(self, request: Request, why: str) -> None:
         if request.seq is not None:
             self._manager.release(request.seq)
+        self.let_go(request)
         self._queues.end(request, RequestEvent.FAIL, why)
         request.error = why
         self.failed.append(request)

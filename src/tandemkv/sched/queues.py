@@ -109,6 +109,8 @@ def check_request(request: Request) -> None:
 
     if (seq is not None) != (request.state is RequestState.RUNNING):
         raise broken(f"{request.state} with{'out' if seq is None else ''} a sequence")
+    if request.hold is not None and request.state is not RequestState.SUSPENDED:
+        raise broken(f"keeps pages that came for it while it is {request.state}")
     if request.drafts and not request.decoding:
         raise broken("holds drafts while it does not decode")
     for spans in (request.todo, request.draft_todo):

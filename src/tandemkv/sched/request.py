@@ -9,10 +9,10 @@
     WAITING --hand over--> SUSPENDED     its prompt was computed elsewhere, its first token is known
     WAITING --finish-----> FINISHED      ... and was its last
 
-Law: a request holds a sequence if and only if it is RUNNING; the states change along TRANSITIONS
-and nowhere else; an illegal event raises with the request's story and changes nothing. `drafts`
-are proposals for the present anchor and exist only while it decodes. This module does not decide
-when anything happens.
+Law: a request has a sequence if and only if it is RUNNING, and a hold only before; the states
+change along TRANSITIONS and nowhere else; an illegal event raises with the request's story and
+changes nothing. `drafts` are proposals for the present anchor and exist only while it decodes. This
+module does not decide when anything happens.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ class Request:
     while it runs. todo: positions still to run before it decodes; draft_todo: positions that a
     drafter rebuilt from tokens runs alone before those, rebuild: the same by group. must_propose:
     it lacks nothing but drafts. max_output: output tokens at most, by max_tokens and the model's
-    length. cached_tokens: the hit of the first admission. draft_use: of all its claims.
+    length. cached_tokens: the hit of the first admission. draft_use: of all its claims. hold: rows
+    that came for it from elsewhere, in the tree and held until it has pages of its own.
     """
 
     id: str
@@ -142,6 +143,7 @@ class Request:
     finish_reason: FinishReason | None = None
     error: str | None = None
     seq: Sequence | None = None
+    hold: Sequence | None = None
     output: list[int] = field(default_factory=list[int])
     num_draft_tokens: int | None = None
     drafts: list[int] = field(default_factory=list[int])

@@ -23,7 +23,7 @@ from tandemkv.sched.limits import Limits
 from tandemkv.sched.planner import Planner, held
 from tandemkv.sched.queues import Queues
 from tandemkv.sched.request import FinishReason, Request, RequestEvent
-from tandemkv.sched.stats import SchedulerStats
+from tandemkv.sched.stats import Load, SchedulerStats
 from tandemkv.sched.stop import cut
 
 DEFAULT_PATIENCE = 64
@@ -107,13 +107,17 @@ class Scheduler:
         *,
         cached_tokens: int = 0,
         logprobs: Sequence[TokenLogprobs] | None = None,
+        hold: KVSequence | None = None,
     ) -> None:
         """Queue a request whose prompt and first tokens were computed elsewhere: it resumes.
 
         tokens: what it has emitted so far, at least one; they are news to its client. What the
-        tree holds of it is claimed, the rest computed. Raises RequestError as add() does.
+        tree holds of it is claimed, the rest computed. hold: a sequence with its rows, published:
+        taken over, so that they are still here when it is admitted, unless somebody before it
+        needs the room. Raises RequestError as add() does, and then hold is not taken.
         """
         self.add(request)
+        request.hold = hold
         request.admitted = True
         request.cached_tokens = min(cached_tokens, len(request.prompt))
         self._stats.prompt_tokens += len(request.prompt)
@@ -128,6 +132,10 @@ class Scheduler:
             self._outputs.append(
                 self._end(request, RequestEvent.FINISH, reason, "at once", kept, logprobs)
             )
+
+    def headroom_of_running(self) -> list[int]:
+        """Pages per group that rows from elsewhere must leave free."""
+        return self._planner.admission.headroom_of_running()
 
     def take_aside(self, request_id: str) -> KVSequence | None:
         """The sequence of a request with `keep` that has ended; whoever takes it finishes it."""
@@ -223,6 +231,13 @@ class Scheduler:
         return self._queues.waiting
 
     @property
+    def load(self) -> Load:
+        """How busy it is now. A prompt that waits counts whole: what it will find is not known."""
+        queued = sum(stop - start for r in self.running for start, stop in r.todo)
+        queued += sum(len(r.prompt) for r in self.waiting if not r.admitted)
+        return Load(running=len(self.running), waiting=len(self.waiting), queued_tokens=queued)
+
+    @property
     def stats(self) -> SchedulerStats:
         self._stats.num_running = len(self._queues.running)
         self._stats.num_waiting = len(self._queues.waiting)
@@ -236,6 +251,7 @@ class Scheduler:
             raise InvariantError(f"{len(self._queues.running)} requests run at once")
         held_by_us = {r.seq.id for r in self._queues.running if r.seq is not None}
         held_by_us |= {seq.id for seq in (*self.aside.values(), *self.lent)}
+        held_by_us |= {r.hold.id for r in self._queues.waiting if r.hold is not None}
         known = {i for i, seq in self._manager.sequences.items() if not seq.dummy}
         if held_by_us != known:
             raise InvariantError(
@@ -358,6 +374,7 @@ class Scheduler:
         logprobs: Sequence[TokenLogprobs] | None = None,
     ) -> Output:
         """Take a request that gave its pages up out of the queues; its last output."""
+        self._planner.let_go(request)
         self._queues.end(request, event, why)
         return self._output(request, tokens, logprobs, reason)
 

@@ -9,8 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tandemkv.base.errors import InvariantError
 from tandemkv.sched.request import Acceptance, FinishReason
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy a scheduler is: requests that run and that wait, and prompt rows still to run."""
+
+    running: int
+    waiting: int
+    queued_tokens: int
 
 
 @dataclass(slots=True, eq=False)
