@@ -346,7 +346,7 @@ def wrong(figures: dict[str, float], args: argparse.Namespace) -> list[str]:
 
 
 def main(args: argparse.Namespace) -> None:
-    from tandemkv.engine.worker import DecodeWorker
+    from tandemkv.engine.decode import DecodeWorker
 
     with tempfile.TemporaryDirectory(prefix="tandemkv-soak-") as place:
         worker = DecodeWorker(make_engine(Path(place), args.seed), args.prefill)

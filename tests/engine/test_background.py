@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import queue
+import time
 
 import pytest
 from engines import greedy, prompt, tiny_engine
 
 from tandemkv.base.errors import RequestError
-from tandemkv.engine.background import CHECK_IDLE_S, AsyncEngine
+from tandemkv.engine import background
+from tandemkv.engine.background import AsyncEngine
 
 
 async def answer(engine: AsyncEngine) -> list[int]:
@@ -44,20 +45,34 @@ def test_what_is_posted_while_it_ends_is_answered():
     engine.close()
 
 
-@pytest.mark.parametrize(("idle_s", "waited"), [(float("inf"), CHECK_IDLE_S), (0.2, 0.2)])
-def test_an_idle_engine_is_looked_at_as_often_as_it_asks(monkeypatch, idle_s, waited):
+def test_what_is_posted_wakes_an_idle_engine(monkeypatch):
+    monkeypatch.setattr(background, "CHECK_IDLE_S", 3600.0)
+    engine = AsyncEngine(tiny_engine("none"))
+
+    async def ask() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0.01)  # it is idle again
+            assert await asyncio.wait_for(engine.call(lambda e: e.has_work), 10) is False
+
+    asyncio.run(ask())
+    engine.close()
+    assert not engine._thread.is_alive()
+
+
+def test_what_an_idle_engine_hears_from_elsewhere_is_worked_on(monkeypatch):
+    """As a worker does to whom a frame comes: work appears while nobody posts anything."""
+    monkeypatch.setattr(background, "CHECK_IDLE_S", 3600.0)
     made = tiny_engine("none")
-    monkeypatch.setattr(type(made), "idle_s", property(lambda self: idle_s))
-    waits = []
+    requests = []
 
-    class Inbox(queue.SimpleQueue):
-        def get(self, block=True, timeout=None):
-            if block:
-                waits.append(timeout)
-            return super().get(block, timeout)
+    def wait(fd: int, wait_s: float) -> None:
+        if not requests:
+            requests.append(made.add(prompt(9), greedy()))
 
-    engine = AsyncEngine.__new__(AsyncEngine)
-    engine._engine, engine._inbox = made, Inbox()
-    engine._inbox.put(None)
-    assert engine._serve_inbox() is False
-    assert waits == [waited]
+    monkeypatch.setattr(made, "wait", wait)
+    engine = AsyncEngine(made)
+    until = time.monotonic() + 30
+    while not (requests and requests[0].finish_reason) and time.monotonic() < until:
+        time.sleep(0.01)
+    engine.close()
+    assert requests[0].finish_reason == "length"

@@ -18,9 +18,10 @@ import torch
 from tandemkv.base.config import EngineConfig
 from tandemkv.base.errors import ConfigError, RequestError
 from tandemkv.base.sampling import SamplingParams
+from tandemkv.engine.decode import DecodeWorker, PrefillProcess
 from tandemkv.engine.engine import Engine
-from tandemkv.engine.worker import DecodeWorker
 from tandemkv.sched.batch import Output
+from tandemkv.transfer.session import Timing
 
 pytest.importorskip("nixl_cu13", reason="NIXL is not installed")
 
@@ -98,6 +99,14 @@ def finish(worker: DecodeWorker, names: set[str], limit_s: float = 60.0) -> dict
     return seen
 
 
+def wait_for_another(worker: DecodeWorker, before: PrefillProcess) -> None:
+    until = time.monotonic() + 120
+    while worker.prefill[0] is before or not worker.num_prefill_workers:
+        assert time.monotonic() < until
+        worker.step()
+    assert worker.prefill[0].pid != before.pid
+
+
 def tokens_of(outputs: list[Output]) -> list[int]:
     return [token for output in outputs for token in output.tokens]
 
@@ -146,14 +155,10 @@ def test_a_prefill_process_that_is_killed_costs_no_request(alone, model, turns):
 
 
 def test_another_prefill_process_takes_the_place_of_one_that_is_killed(worker, model):
-    first = worker.prefill[0].pid
-    os.kill(first, signal.SIGKILL)
-    worker.prefill[0].wait()
-    until = time.monotonic() + 120
-    worker.step()
-    while not worker.num_prefill_workers and time.monotonic() < until:
-        worker.step()
-    assert worker.prefill[0].pid != first
+    first = worker.prefill[0]
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    wait_for_another(worker, first)
     worker.add(prompt(60, seed=9), greedy(), request_id="r")
     assert tokens_of(finish(worker, {"r"})["r"]) == plain(model, prompt(60, seed=9))
     assert worker.exchange.fetching.fetched == 1
@@ -182,12 +187,31 @@ def test_one_that_keeps_ending_is_started_less_and_less_often(worker):
     starts = 0
     for now in range(200):
         before = worker.prefill[0]
-        worker._look_after(float(now) + worker._then)
+        worker._look(float(now) + worker._then)
         if worker.prefill[0] is not before:
             starts += 1
             os.kill(worker.prefill[0].pid, signal.SIGKILL)
             worker.prefill[0].wait()
     assert 5 <= starts <= 9
+
+
+def test_a_prefill_process_that_hangs_is_killed_and_replaced(model):
+    timing = Timing(patience_s=1.0)
+    worker = DecodeWorker(Engine.from_config(config(model)), 1, timing=timing, hung_s=1.0)
+    hung = worker.prefill[0]
+    os.kill(hung.pid, signal.SIGSTOP)
+    wanted = {f"r{i}": prompt(60 + i, seed=i) for i in range(3)}
+    for name, tokens in wanted.items():
+        worker.add(tokens, greedy(), request_id=name)
+    done = finish(worker, set(wanted))  # which also sees that no page stays held
+    for name, tokens in wanted.items():
+        assert tokens_of(done[name]) == plain(model, tokens)
+    assert not hung.alive
+    wait_for_another(worker, hung)
+    worker.add(prompt(50, seed=9), greedy(), request_id="later")
+    finish(worker, {"later"})
+    assert worker.handoffs.fetched == 1
+    worker.close()
 
 
 def test_an_abort_while_rows_are_on_their_way_leaks_nothing(worker):

@@ -19,6 +19,7 @@ from tandemkv.engine.engine import Engine
 from tandemkv.engine.exchange import Exchange, HandoffStats
 from tandemkv.engine.fetching import Fetch
 from tandemkv.kv.keys import Namespace
+from tandemkv.lab import disaggregated
 from tandemkv.sched.batch import Output
 from tandemkv.sched.request import FinishReason, Request
 from tandemkv.transfer.loopback import Loopback, Network
@@ -93,7 +94,7 @@ class LoopbackWorker:
     def step(self) -> list[Output]:
         self._turn()
         outputs = self._engine.step() if self._engine.has_work else []
-        return [output for output in outputs if not self.exchange.note(output)]
+        return [output for output in outputs if self.exchange.note(output) is not None]
 
     def abort(self, request_id: str) -> Output | None:
         if self.exchange.abort(request_id):
@@ -126,11 +127,15 @@ class LoopbackWorker:
 
 
 @contextmanager
-def workers(engine: Engine, num_prefill: int, *, draft_transfer: bool) -> Iterator[LoopbackWorker]:
-    worker = LoopbackWorker(engine, num_prefill, draft_transfer=draft_transfer)
-    try:
-        yield worker
-        worker.settle()
-    finally:
-        for exchange in (worker.exchange, *worker.prefill):
-            exchange.close()
+def workers(engine: Engine, num_prefill: int) -> Iterator[disaggregated.Decode]:
+    @contextmanager
+    def decode(*, draft_transfer: bool) -> Iterator[LoopbackWorker]:
+        worker = LoopbackWorker(engine, num_prefill, draft_transfer=draft_transfer)
+        try:
+            yield worker
+            worker.settle()
+        finally:
+            for exchange in (worker.exchange, *worker.prefill):
+                exchange.close()
+
+    yield decode

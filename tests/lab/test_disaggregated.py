@@ -148,10 +148,14 @@ def test_a_suffix_just_under_the_limit_is_one(lossy):
 
 def test_prefill_workers_that_end_are_told_by_the_verdict(prompts_file):
     @contextmanager
-    def mortal(*args, **how):
-        with loopback_workers.workers(*args, **how) as worker:
-            worker.lose_prefill_workers()
-            yield worker
+    def mortal(*args):
+        @contextmanager
+        def dying(**how):
+            with loopback_workers.workers(*args) as decode, decode(**how) as worker:
+                worker.lose_prefill_workers()
+                yield worker
+
+        yield dying
 
     lab = handed_over(prompts_file, "draft_model", workers=mortal)
     assert by_path(lab)[FIRST].computed_here == 3

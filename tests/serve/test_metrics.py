@@ -206,7 +206,7 @@ def test_an_engine_without_handoffs_says_nothing_of_them(start_engine) -> None:
 
 def test_a_decode_worker_is_read_before_during_and_after_its_prefill_worker(start_engine) -> None:
     pytest.importorskip("nixl_cu13", reason="NIXL is not installed")
-    from tandemkv.engine.worker import DecodeWorker
+    from tandemkv.engine.decode import DecodeWorker
 
     worker = DecodeWorker(start_engine(), 1)
     try:

@@ -120,7 +120,7 @@ def serve(given: SimpleNamespace) -> None:
 
     about = description(engine.resolved)
     if workers:
-        from tandemkv.engine.worker import DecodeWorker
+        from tandemkv.engine.decode import DecodeWorker
 
         print(f"starting {workers} prefill worker(s) ...", file=sys.stderr, flush=True)
         engine = DecodeWorker(engine, workers, draft_transfer=given.draft_transfer is not False)

@@ -8,14 +8,18 @@ that is aborted or closed frees its pages at the next step. This module does no 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from tandemkv.base.errors import RequestError, TandemError
 from tandemkv.base.sampling import SamplingParams
+from tandemkv.base.transfer_params import KVTransferParams
 from tandemkv.engine.engine import Engine
 from tandemkv.kv.keys import Namespace
 from tandemkv.sched.batch import Output
@@ -66,6 +70,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._inbox: queue.SimpleQueue[Callable[[Engine], Any] | None] = queue.SimpleQueue()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._handles: dict[str, Handle] = {}
         self._count = 0
         self._lock = threading.Lock()
@@ -109,6 +114,7 @@ class AsyncEngine:
         watch: Callable[[Sequence[int]], int | None] | None = None,
         priority: int = 0,
         request_id: str | None = None,
+        transfer: KVTransferParams | None = None,
     ) -> Handle:
         """Queue a request. Raises RequestError (400: cannot run as asked; 503: engine is down)."""
         if not self.alive:
@@ -126,6 +132,7 @@ class AsyncEngine:
                 request_id=request_id,
                 priority=priority,
                 watch=watch,
+                transfer=transfer,
             )
             self._handles[request_id] = handle
 
@@ -171,7 +178,7 @@ class AsyncEngine:
         """
         with self._lock:
             if not self._over:
-                self._inbox.put(work)
+                self._put(work)
             return not self._over
 
     def abort_on_thread(self, request_id: str) -> None:
@@ -190,7 +197,9 @@ class AsyncEngine:
     def close(self, timeout_s: float = 30.0) -> None:
         """Abort what runs, stop the thread. Safe to call twice."""
         self._closing = True
-        self._inbox.put(None)
+        with self._lock:
+            if not self._over:
+                self._put(None)
         self._thread.join(timeout_s)
 
     def _deliver(self, output: Output) -> None:
@@ -215,21 +224,34 @@ class AsyncEngine:
             if close is not None:
                 close()
 
+    def _put(self, work: Callable[[Engine], Any] | None) -> None:
+        """Post, and wake the thread if it waits. The lock is held."""
+        self._inbox.put(work)
+        os.eventfd_write(self._bell, 1)
+
     def _serve_inbox(self) -> bool:
         """Do what was posted; wait when idle. False: close."""
+        checked = time.monotonic()
         while True:
-            busy = self._engine.has_work
             try:
-                wait = None if busy else min(CHECK_IDLE_S, self._engine.idle_s)
-                work = self._inbox.get(block=not busy, timeout=wait)
+                work = self._inbox.get_nowait()
             except queue.Empty:
-                if busy:
+                if self._engine.has_work:
                     return True
-                self._engine.check()
+                self._wait()
+                if time.monotonic() - checked >= CHECK_IDLE_S:
+                    self._engine.check()
+                    checked = time.monotonic()
                 continue
             if work is None:
                 return False
             work(self._engine)
+
+    def _wait(self) -> None:
+        """Until something is posted, or the engine hears of something, or so long."""
+        self._engine.wait(self._bell, CHECK_IDLE_S)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
 
     def _end_all(self) -> None:
         reason = self.error or "the engine was shut down"
@@ -240,6 +262,7 @@ class AsyncEngine:
             self._deliver(output or Output.failed(request_id, reason))
         with self._lock:
             self._over = True
+            os.close(self._bell)
         while not self._inbox.empty():
             work = self._inbox.get_nowait()
             if work is not None:

@@ -12,7 +12,7 @@ scheduler, the runner do.
 from __future__ import annotations
 
 import logging
-import math
+import select
 import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -274,10 +274,11 @@ class Engine:
         """Who it is to a router: role, engine_id, and its control channel; none by itself."""
         return {"role": "aggregated", "engine_id": self.engine_id, "control": None}
 
-    @property
-    def idle_s(self) -> float:
-        """How long it may be left alone while it has no work."""
-        return math.inf
+    def wait(self, fd: int, wait_s: float) -> None:
+        """When idle: until the file descriptor has something to read, or so long."""
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        poller.poll(1000 * wait_s)
 
     @property
     def num_prefill_workers(self) -> int:

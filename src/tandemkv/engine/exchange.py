@@ -22,6 +22,7 @@ from tandemkv.engine.handoff import offers_of
 from tandemkv.engine.peers import Peers
 from tandemkv.engine.shipping import Shipping
 from tandemkv.sched.batch import Output
+from tandemkv.sched.request import Request
 from tandemkv.transfer import session as ses
 from tandemkv.transfer import wire
 from tandemkv.transfer.offer import Offer, WorkerRole
@@ -89,7 +90,7 @@ class Exchange:
 
     def abort(self, request_id: str) -> bool:
         """The client went. False: the request is the engine's, or unknown."""
-        return self.fetching.abort(request_id)
+        return self.fetching.abort(request_id) or self.shipping.abort(request_id)
 
     def hear(self, data: bytes) -> None:
         """A frame of the control channel, or a notice of the data plane."""
@@ -98,10 +99,13 @@ class Exchange:
             self.undecodable[envelope.reason] += 1
             return
         message = envelope.message
+        self.fetching.spoke(envelope.source)
         if isinstance(message, wire.Hello | wire.Welcome):
             self.peers.meet(message)
         elif isinstance(message, wire.Refused):
             self.peers.turned_down(envelope.source, message)
+        elif envelope.target != self.engine_id:  # meant for whoever had our address before
+            self.greet(envelope.source)
         elif isinstance(message, wire.Ask | wire.Renew | wire.Cancel | wire.Bye):
             self.shipping.do(self.shipping.senders.receive(envelope))
         else:
@@ -109,8 +113,12 @@ class Exchange:
                 self.fetching.count(envelope.source, message)
             self.fetching.do(self.fetching.receivers.receive(envelope))
 
-    def note(self, output: Output) -> bool:
-        """News from the engine's step; True if it is of a prompt that is computed for others."""
+    def park(self, request: Request) -> None:
+        """Compute a prompt and hold its rows for a worker that will ask for them by its id."""
+        self.shipping.park(request)
+
+    def note(self, output: Output) -> Output | None:
+        """News from the engine's step; None if it is of a prompt that is computed for others."""
         return self.shipping.note(output)
 
     def poll(self, elapsed_s: float) -> None:
@@ -122,7 +130,12 @@ class Exchange:
         for again in self.fetching.receivers.tick(elapsed_s):
             self.fetching.do(again)
         self.shipping.ship()
-        self.fetching.start_waiting()
+        self.fetching.start_waiting(elapsed_s)
+
+    @property
+    def waits_for(self) -> set[str]:
+        """Workers whose end would matter now."""
+        return self.fetching.asked | self.shipping.asked
 
     @property
     def busy(self) -> bool:
@@ -137,6 +150,7 @@ class Exchange:
         for again in self.fetching.receivers.peer_dead(peer, reason):
             self.fetching.do(again)
         self.fetching.give_up_waiting(peer, "peer_dead")
+        self.fetching.spoke(peer)
 
     @property
     def stats(self) -> HandoffStats:

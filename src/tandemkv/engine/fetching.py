@@ -4,7 +4,7 @@
 
 Law: sessions decide, this module does: it turns their actions into held pages and published rows.
 A request that is fetched goes on whatever happens: with the rows that landed, or computed here,
-with the reason counted.
+with the reason counted. A worker that was silent for too long is asked nothing until it speaks.
 """
 
 from __future__ import annotations
@@ -27,13 +27,22 @@ from tandemkv.transfer.transport import Transport
 
 log = logging.getLogger("tandemkv")
 
+ANSWER_S = 10.0
+"""So long a request waits for a worker that was never heard before: it may be in a long step."""
+
 
 @dataclass(slots=True)
 class Fetch:
-    """A request, not yet the engine's, on its way from a prefill worker."""
+    """A request, not yet the engine's, on its way from a prefill worker. parked: the name of a
+    prompt that it holds for this request; "" if it is to compute it. address: where it is greeted
+    until it is known; waited_s: for that.
+    """
 
     request: Request
     peer: str
+    parked: str = ""
+    address: str = ""
+    waited_s: float = 0.0
     sink: Sink | None = None
     session: Receiver | None = None
     landed: list[SpanSet] = field(default_factory=list[SpanSet])
@@ -43,7 +52,7 @@ class Fetch:
 
 class Fetching:
     """Requests on their way here. fetched: requests that came; computed_here: those that did not,
-    by reason; bytes_asked, bytes_received: by layer group."""
+    by reason; bytes_asked, bytes_received: by layer group; silent: workers that are waited for."""
 
     def __init__(
         self, engine: Engine, peers: Peers, transport: Transport, timing: ses.Timing | None
@@ -54,6 +63,7 @@ class Fetching:
         self.computed_here: Counter[str] = Counter()
         self.bytes_asked = [0] * len(engine.layout.groups)
         self.bytes_received = [0] * len(engine.layout.groups)
+        self.silent: set[str] = set()
         self._fetches: dict[str, Fetch] = {}
         self._waiting: list[Fetch] = []
         self._by_session: dict[int, Fetch] = {}
@@ -63,11 +73,30 @@ class Fetching:
         """Whether a request is on its way, or pages may still be written to."""
         return bool(self._fetches or self._by_session)
 
+    @property
+    def unknown(self) -> list[Fetch]:
+        """Those whose worker has not answered yet."""
+        return [fetch for fetch in self._waiting if fetch.peer not in self.peers.known]
+
+    @property
+    def num_under_way(self) -> int:
+        """Requests that are not the engine's yet."""
+        return len(self._fetches)
+
+    @property
+    def asked(self) -> set[str]:
+        """Workers that something is waited for from."""
+        return {f.peer for f in (*self._waiting, *self._by_session.values())}
+
     def fetch(self, fetch: Fetch) -> None:
         """Have a prompt computed by a prefill worker; the request starts when its rows are here."""
         self._fetches[fetch.request.id] = fetch
         self._waiting.append(fetch)
         self.start_waiting()
+
+    def spoke(self, peer: str) -> None:
+        """A worker was heard."""
+        self.silent.discard(peer)
 
     def abort(self, request_id: str) -> bool:
         """The client went. False: the request is the engine's, or unknown."""
@@ -94,10 +123,18 @@ class Fetching:
             if part.group in pairs:
                 self.bytes_received[pairs[part.group][0].index] += size
 
-    def start_waiting(self) -> None:
+    def start_waiting(self, elapsed_s: float = 0.0) -> None:
         """Ask for what there was no room for, or nobody to ask."""
-        for peer in {fetch.peer for fetch in self._waiting} & self.peers.refused.keys():
+        waited_for = {fetch.peer for fetch in self._waiting}
+        for peer in waited_for & self.peers.refused.keys():
             self.give_up_waiting(peer, "refused")
+        for peer in waited_for & self.silent:
+            self.give_up_waiting(peer, "peer_silent")
+        for fetch in self.unknown:
+            fetch.waited_s += elapsed_s
+            if fetch.waited_s >= ANSWER_S:
+                self._waiting.remove(fetch)
+                self._compute_here(fetch, "no_answer")
         for fetch in list(self._waiting):
             if fetch.peer in self.peers.known and self._open(fetch):
                 self._waiting.remove(fetch)
@@ -130,6 +167,7 @@ class Fetching:
             required=required,
             namespace=request.namespace,
             priority=request.priority,
+            parked=fetch.parked,
         )
         fetch.session = step.session
         assert step.session is not None
@@ -156,6 +194,8 @@ class Fetching:
                 case ses.Ready() if fetch is not None:
                     self._ready(fetch, action)
                 case ses.GiveUp(reason=reason) if fetch is not None:
+                    if step.session is not None and step.session.unheard:
+                        self.silent.add(step.peer)
                     if not fetch.gone:
                         log.warning("hand-off of %s given up: %s", fetch.request.id, reason)
                         self._compute_here(fetch, "given_up")

@@ -60,6 +60,7 @@ class Source:
         *,
         seed: int,
         namespace: Namespace = Namespace(),
+        priority: int = 0,
         request_id: str | None = None,
     ) -> None:
         """Queue the prompt. Raises RequestError if it can never run."""
@@ -68,6 +69,7 @@ class Source:
             prompt,
             prefill_params(params, seed),
             namespace=namespace,
+            priority=priority,
             request_id=request_id,
             keep=True,
         )

@@ -1,6 +1,7 @@
 """The prefill side of hand-offs: prompts that are computed here for other workers.
 
     Ask -> Source -> chunks as they become final -> first token -> Release -> close
+    park -> Source -> first token, to the client -> (held, under a lease) -> Ask -> chunks -> ...
 
 Law: sessions decide, this module does: it turns their actions into prompts, writes and frames, and
 reports what came of them. Rows are read from pages that are held until the session says so.
@@ -8,16 +9,22 @@ reports what came of them. Rows are read from pages that are held until the sess
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from tandemkv.base.errors import PeerError, RequestError
+from tandemkv.base.sampling import SamplingParams
 from tandemkv.base.spans import SpanSet
+from tandemkv.base.transfer_params import KVTransferParams
 from tandemkv.engine.engine import Engine
 from tandemkv.engine.handoff import Source
 from tandemkv.engine.peers import Peers
+from tandemkv.kv.keys import Namespace
 from tandemkv.sched.batch import Output
+from tandemkv.sched.request import Request
 from tandemkv.transfer import session as ses
 from tandemkv.transfer import wire
 from tandemkv.transfer.desk import Senders, Step
@@ -29,9 +36,17 @@ NOT_COVERED = "not_covered"
 """Why a prefill worker withholds draft rows: it has a gap there itself."""
 
 
+class _Named(NamedTuple):
+    """What a prompt is computed under."""
+
+    id: str
+    namespace: Namespace
+    priority: int
+
+
 @dataclass(slots=True)
 class _Outgoing:
-    """A prompt computed here for another worker."""
+    """A prompt computed here for another worker; peer: "" while it is parked."""
 
     source: Source
     peer: str
@@ -55,16 +70,67 @@ class Shipping:
 
     @property
     def busy(self) -> bool:
-        """Whether a prompt is computed, or its rows are read."""
+        """Whether a prompt is computed, or its rows are read; and what is parked has a lease."""
         return bool(self._sources or self.senders.open)
 
-    def note(self, output: Output) -> bool:
-        """News from the engine's step; True if it is of a prompt that is computed for others."""
+    @property
+    def asked(self) -> set[str]:
+        """Workers that something is computed for."""
+        return {session.peer for session in self.senders.open.values()}
+
+    def park(self, request: Request) -> None:
+        """Compute a prompt ahead; its client hears the first token, its rows wait for an Ask that
+        names it. Raises RequestError if it can never run, or if its id is in use."""
+        if request.id in self.senders.parked:
+            raise RequestError(f"request id {request.id!r} is in use", status=409)
+        source = self._source(request.prompt, request.params, request.seed, request)
+        session = self.senders.park(request.id)
+        self._sources[id(session)] = _Outgoing(source, "", self._nothing())
+
+    def abort(self, request_id: str) -> bool:
+        """The client of a parked prompt went before its first token. False: unknown."""
+        session = self.senders.parked.get(request_id)
+        if session is None:
+            return False
+        self.do(Step("", session, self.senders.handle(session, ses.Abort("the client went away"))))
+        return True
+
+    def note(self, output: Output) -> Output | None:
+        """News from the engine's step; None if it is of a prompt that is computed for others."""
         for outgoing in self._sources.values():
             if outgoing.source.request.id == output.request_id:
                 outgoing.source.note(output)
-                return True
-        return output.request_id.rpartition("#")[0] in self.peers.known
+                return None if outgoing.peer else self._of_parked(output)
+        return None if output.request_id.rpartition("#")[0] in self.peers.known else output
+
+    def _of_parked(self, output: Output) -> Output:
+        """What the client of a parked prompt hears: where its rows are, if they are."""
+        if output.finished and output.error is None:
+            there = KVTransferParams(
+                do_remote_prefill=True,
+                remote_engine_id=self.peers.offer.engine_id,
+                remote_request_id=output.request_id,
+            )
+            return msgspec.structs.replace(output, transfer=there)
+        if output.finished:
+            self.abort(output.request_id)
+        return output
+
+    def _source(
+        self, tokens: Sequence[int], params: SamplingParams, seed: int, like: Request | _Named
+    ) -> Source:
+        return Source(
+            self.engine,
+            tokens,
+            params,
+            seed=seed,
+            namespace=like.namespace,
+            priority=like.priority,
+            request_id=like.id,
+        )
+
+    def _nothing(self) -> list[SpanSet]:
+        return [SpanSet() for _ in self.engine.layout.groups]
 
     def do(self, step: Step[Sender]) -> None:
         """Carry out what a session wants."""
@@ -91,24 +157,20 @@ class Shipping:
     def _compute(self, peer: str, session: Sender, ask: wire.Ask) -> None:
         """Take an ask on, or say why not."""
         why = self._unfit(peer, ask)
-        source = None
-        if not why:
+        held = self._sources.get(id(session))
+        if held is not None:
+            held.peer = peer
+            if list(ask.tokens) != held.source.request.prompt:
+                why = why or "the prompt is another than the one that is held"
+        elif not why:
+            named = _Named(f"{peer}#{ask.epoch}", ask.namespace, ask.priority)
             try:
-                source = Source(
-                    self.engine,
-                    ask.tokens,
-                    ask.params,
-                    seed=ask.seed,
-                    namespace=ask.namespace,
-                    request_id=f"{peer}#{ask.epoch}",
-                )
+                source = self._source(ask.tokens, ask.params, ask.seed, named)
             except RequestError as error:
                 why = str(error)
-        event: Any = ses.Abort(why)
-        if source is not None:
-            sent = [SpanSet() for _ in self.engine.layout.groups]
-            self._sources[id(session)] = _Outgoing(source, peer, sent)
-            event = ses.Admit(1)
+            else:
+                self._sources[id(session)] = _Outgoing(source, peer, self._nothing())
+        event: Any = ses.Abort(why) if why else ses.Admit(1)
         self.do(Step(peer, session, self.senders.handle(session, event)))
 
     def _unfit(self, peer: str, ask: wire.Ask) -> str:

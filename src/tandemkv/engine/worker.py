@@ -1,28 +1,22 @@
-"""Workers: an engine that hands prompts over, as a process of its own or inside a server.
+"""A worker: an engine that exchanges KV with others, in a process of its own.
 
-    prefill   a process that computes prompts for others and ships rows, chunk by chunk
-    decode    looks like an engine; what is added to it is fetched from a prefill worker, and
-              computed here when there is none, or when one fails
+    step   frames, data plane, sessions, then a step of the engine
+    add    computed here; or fetched from another worker; or computed and held for another one
 
-Law: a request ends once, whatever happens to the other worker. The decode worker notices that a
-prefill process is gone by its exit, goes on without it, says so, and starts another. No rule of its
-own: sessions and cache decide. One thread owns all of it.
+Law: a request ends once, whatever happens to the other worker. A worker that was asked and whose
+address refuses connections, or belongs to another process now, is gone: everything with it ends. No
+rule of its own: sessions and cache decide. One thread owns all of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,28 +24,29 @@ import msgspec
 from tandemkv.base.config import EngineConfig
 from tandemkv.base.errors import ConfigError, TandemError
 from tandemkv.base.sampling import SamplingParams
-from tandemkv.engine.channel import Channel
+from tandemkv.base.transfer_params import KVTransferParams
+from tandemkv.engine.channel import Channel, host_and_port, tcp
 from tandemkv.engine.engine import Engine
 from tandemkv.engine.exchange import Exchange, HandoffStats
 from tandemkv.engine.fetching import Fetch
+from tandemkv.engine.processes import options_of
 from tandemkv.kv.keys import Namespace
 from tandemkv.sched.batch import Output
 from tandemkv.sched.request import FinishReason, Request
+from tandemkv.sched.stats import Load
 from tandemkv.transfer import wire
 from tandemkv.transfer.offer import WorkerRole
+from tandemkv.transfer.session import Timing
 
 log = logging.getLogger("tandemkv")
 
 IDLE_S = 0.05
 BUSY_S = 0.001
 GREET_EVERY_S = 0.2
-START_S = 300.0
-RESTART_S, MAX_RESTART_S = 0.5, 60.0
-"""Wait before a prefill process is started again; doubled each time one ends before it greets."""
 
 
 class WorkerOptions(msgspec.Struct, kw_only=True):
-    """A prefill process: its engine, where it listens, who it belongs to."""
+    """A prefill process without HTTP: its engine, where it listens, what it is called."""
 
     engine: EngineConfig
     address: str
@@ -64,107 +59,77 @@ def new_engine_id(role: str) -> str:
     return f"{role}-{uuid.uuid4().hex[:12]}"
 
 
-def exchange_of(
-    engine: Engine, role: WorkerRole, address: str, engine_id: str, *, draft_transfer: bool = True
-) -> tuple[Exchange, Channel]:
-    """An engine's hand-offs over NIXL and ZeroMQ. ConfigError where NIXL is not installed."""
-    from tandemkv.transfer.nixl import Nixl
+class Worker:
+    """Stands in for an Engine. address: of its control channel, ipc:// or tcp://.
 
-    channel = Channel(address, engine_id)
-    try:
-        transport = Nixl(engine_id)
-    except ImportError as error:
-        channel.close()
-        raise ConfigError(f"--disaggregate needs nixl-cu13: {error}") from None
-    exchange = Exchange(
-        engine, transport, engine_id, role, channel.send, draft_transfer=draft_transfer
-    )
-    return exchange, channel
-
-
-class PrefillProcess:
-    """A prefill worker as a child of this process; it ends with it."""
-
-    def __init__(self, config: EngineConfig, address: str, *, draft_transfer: bool = True) -> None:
-        self.address, self.engine_id = address, new_engine_id(WorkerRole.PREFILL)
-        self.ended = False
-        """Whether its end has been noticed."""
-        options = WorkerOptions(
-            engine=config,
-            address=address,
-            engine_id=self.engine_id,
-            draft_transfer=draft_transfer,
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tandemkv.engine.worker"],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: poll() says so
-            self._process.stdin.write(msgspec.json.encode(options) + b"\n")
-            self._process.stdin.flush()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def wait(self) -> None:
-        """Until it has ended."""
-        self._process.wait()
-
-    def close(self) -> None:
-        """End it: its stdin closes, which it takes as the end; then by force."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-class DecodeWorker:
-    """An engine whose prompts are computed by prefill processes. Stands in for an Engine.
-
-    num_prefill: processes to start with the same configuration. restart: start another for one that
-    has ended. Raises ConfigError if one does not come up at first.
+    draft_transfer False: the drafter's rows are neither sent nor taken. secret: frames are signed
+    with it, and others dropped. Raises ConfigError where NIXL is not installed, or the address
+    cannot be bound.
     """
 
     def __init__(
-        self, engine: Engine, num_prefill: int, *, draft_transfer: bool = True, restart: bool = True
+        self,
+        engine: Engine,
+        role: WorkerRole,
+        address: str,
+        *,
+        engine_id: str | None = None,
+        draft_transfer: bool = True,
+        secret: bytes | None = None,
+        timing: Timing | None = None,
     ) -> None:
-        self._engine = engine
-        self._draft_transfer, self._restart = draft_transfer, restart
-        self._directory = tempfile.TemporaryDirectory(prefix="tandemkv-")
-        place = Path(self._directory.name)
-        self._addresses = (f"ipc://{place}/prefill{n}" for n in itertools.count())
-        self.prefill = [self._spawn() for _ in range(num_prefill)]
-        self._then = self._greeted = time.monotonic()
-        self._due = [0.0] * num_prefill
-        self._failures = [0] * num_prefill
-        self._ended: list[Output] = []
-        self._next = 0
+        from tandemkv.transfer.nixl import Nixl
+
+        if secret is not None:
+            wire.check_secret(secret)
+        self._engine, self.role = engine, role
+        self.engine_id = engine_id or new_engine_id(role)
+        self._then = self._looked = time.monotonic()
+        self._channel = Channel(address, self.engine_id)
         try:
-            self.exchange, self._channel = exchange_of(
-                engine,
-                WorkerRole.DECODE,
-                f"ipc://{place}/decode",
-                new_engine_id(WorkerRole.DECODE),
-                draft_transfer=draft_transfer,
-            )
-            self._await_peers()
-        except BaseException:
-            self.close()
+            transport = Nixl(self.engine_id)
+        except ConfigError:
+            self._channel.close()
             raise
+        self.exchange = Exchange(
+            engine,
+            transport,
+            self.engine_id,
+            role,
+            self._channel.send,
+            draft_transfer=draft_transfer,
+            secret=secret,
+            timing=timing,
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+    @property
+    def address(self) -> str:
+        """Of the control channel, as bound."""
+        return self._channel.address
+
+    @property
+    def worker_info(self) -> dict[str, Any]:
+        """Who it is to a router; control: host and port of its control channel, if it has one."""
+        control = None
+        if self.address.startswith("tcp://"):
+            host, port = host_and_port(self.address)
+            control = {"host": host, "port": port}
+        return {"role": str(self.role), "engine_id": self.engine_id, "control": control}
+
+    @property
+    def load(self) -> Load:
+        """How busy it is; requests on their way here wait."""
+        load = self._engine.load
+        under_way = self.exchange.fetching.num_under_way
+        return msgspec.structs.replace(load, waiting=load.waiting + under_way)
+
+    @property
+    def handoffs(self) -> HandoffStats:
+        """What became of the prompts given to prefill workers."""
+        return self.exchange.stats
 
     def add(
         self,
@@ -175,8 +140,9 @@ class DecodeWorker:
         request_id: str | None = None,
         priority: int = 0,
         watch: Callable[[Sequence[int]], int | None] | None = None,
+        transfer: KVTransferParams | None = None,
     ) -> Request:
-        """Fetch a request's prompt, or queue it here. Raises RequestError as Engine.add does."""
+        """Queue a request as `transfer` says. Raises RequestError as Engine.add does."""
         request = self._engine.request_of(
             prompt,
             params,
@@ -185,41 +151,49 @@ class DecodeWorker:
             priority=priority,
             watch=watch,
         )
-        peers = [p.engine_id for p in self.prefill if p.engine_id in self.exchange.peers.known]
-        if peers:
-            self._next += 1
-            self.exchange.fetch(Fetch(request, peers[self._next % len(peers)]))
+        if transfer is None:
+            self._start(request)
+        elif transfer.do_remote_decode:
+            self.exchange.park(request)
         else:
-            self.exchange.fetching.compute_here(request, "no_prefill_worker")
+            self._fetch(request, transfer)
         return request
+
+    def step(self) -> list[Output]:
+        """One turn, and a step of the engine if it has work."""
+        self.turn(0.0 if self._engine.has_work else BUSY_S)
+        if not self._engine.has_work:
+            return []
+        noted = (self.exchange.note(output) for output in self._engine.step())
+        return [self._told(output) for output in noted if output is not None]
+
+    def turn(self, wait_s: float) -> None:
+        """Frames, waiting so long for the first; data plane, sessions, other workers' ends."""
+        for frame in self._channel.receive(wait_s):
+            self.exchange.hear(frame)
+        for peer in self._channel.replaced:
+            self._gone(peer, "another process has its address")
+        self._channel.replaced.clear()
+        now = time.monotonic()
+        elapsed, self._then = now - self._then, now
+        self.exchange.poll(elapsed)
+        if now - self._looked >= GREET_EVERY_S:
+            self._looked = now
+            self._look(now)
+
+    def wait(self, fd: int, wait_s: float) -> None:
+        """When idle: until a frame comes, or the file descriptor has something, or so long."""
+        self._channel.wait(fd, min(wait_s, self.idle_s))
+        self.turn(0.0)
 
     @property
     def idle_s(self) -> float:
-        """How long it may be left alone while it has no work: less while a process is starting."""
-        return 1.0 if self.num_prefill_workers == len(self.prefill) else GREET_EVERY_S
-
-    @property
-    def handoffs(self) -> HandoffStats:
-        """What became of the prompts given to prefill workers."""
-        return self.exchange.stats
-
-    @property
-    def num_prefill_workers(self) -> int:
-        """Prefill processes that are alive and would be given a prompt now."""
-        peers = self.exchange.peers.known
-        return sum(process.alive and process.engine_id in peers for process in self.prefill)
+        """How long it may be left alone while it has no work."""
+        return 1.0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._ended) or self._engine.has_work or self.exchange.busy
-
-    def step(self) -> list[Output]:
-        """One turn: frames, data plane, sessions, and a step of the engine if it has work."""
-        self._turn(0.0 if self._engine.has_work else BUSY_S)
-        outputs, self._ended = self._ended, []
-        if self._engine.has_work:
-            outputs += self._engine.step()
-        return [output for output in outputs if not self.exchange.note(output)]
+        return self._engine.has_work or self.exchange.busy
 
     def abort(self, request_id: str) -> Output | None:
         """End a request, also one that is still being fetched."""
@@ -228,130 +202,93 @@ class DecodeWorker:
         return self._engine.abort(request_id)
 
     def check(self) -> None:
-        """Every law of engine and sessions. Called when idle, so it looks at the others too."""
-        self._turn(0.0)
+        """Every law of engine and sessions."""
         self._engine.check()
         self.exchange.check()
 
     def close(self) -> None:
-        """End the prefill processes, give the memory back."""
-        for process in self.prefill:
-            process.close()
-        if hasattr(self, "exchange"):
-            self.exchange.close()
-            self._channel.close()
-        self._directory.cleanup()
+        """Give memory and address back."""
+        self.exchange.close()
+        self._channel.close()
 
-    def _turn(self, wait_s: float) -> None:
-        for frame in self._channel.receive(wait_s):
-            self.exchange.hear(frame)
-        now = time.monotonic()
-        elapsed, self._then = now - self._then, now
-        self.exchange.poll(elapsed)
-        self._look_after(now)
-
-    def _spawn(self) -> PrefillProcess:
-        return PrefillProcess(
-            self._engine.config, next(self._addresses), draft_transfer=self._draft_transfer
-        )
-
-    def _look_after(self, now: float) -> None:
-        """Notice prefill processes that have ended, start others, and greet those."""
-        greet = now - self._greeted >= GREET_EVERY_S
-        for i, process in enumerate(self.prefill):
-            if process.alive:
-                if greet and process.engine_id not in self.exchange.peers.known:
-                    self._greet(process)
-                continue
-            if not process.ended:
-                process.ended = True
-                self._note_end(i, process, now)
-            if self._restart and now >= self._due[i]:
-                self.prefill[i] = self._spawn()
-                self._greet(self.prefill[i])
-        if greet:
-            self._greeted = now
-
-    def _note_end(self, i: int, process: PrefillProcess, now: float) -> None:
-        known = process.engine_id in self.exchange.peers.known
-        self._failures[i] = 0 if known else self._failures[i] + 1
-        wait = min(MAX_RESTART_S, RESTART_S * 2 ** self._failures[i])
-        self._due[i] = now + wait
-        then = f"another starts in {wait:g} s" if self._restart else "going on without it"
-        log.warning("prefill worker %s is gone; %s", process.engine_id, then)
-        self.exchange.peer_dead(process.engine_id, "its process ended")
-        process.close()
-
-    def _greet(self, process: PrefillProcess) -> None:
+    def greet(self, address: str, engine_id: str) -> None:
+        """Say hello to a worker that was not heard before; its answer makes it a peer."""
         peers = self.exchange.peers
-        frame = peers.frame(wire.Hello(offer=peers.offer), process.engine_id)
-        self._channel.send_to(process.address, frame)
+        self._channel.send_to(address, peers.frame(wire.Hello(offer=peers.offer), engine_id))
 
-    def _await_peers(self) -> None:
-        """Greet every prefill process until it answers."""
-        deadline = time.monotonic() + START_S
-        for process in self.prefill:
-            while process.engine_id not in self.exchange.peers.known:
-                if self.exchange.peers.refused:
-                    raise ConfigError(
-                        f"prefill worker: {next(iter(self.exchange.peers.refused.values()))}"
-                    )
-                if not process.alive:
-                    raise ConfigError("a prefill worker ended before it was ready")
-                if time.monotonic() > deadline:
-                    raise ConfigError(f"a prefill worker did not answer within {START_S:g} s")
-                self._greet(process)
-                for data in self._channel.receive(GREET_EVERY_S):
-                    self.exchange.hear(data)
+    # -- what may be otherwise -----------------------------------------------------------------
+
+    def _start(self, request: Request) -> None:
+        """Queue a request that says nothing of another worker."""
+        self._engine.submit(request)
+
+    def _told(self, output: Output) -> Output:
+        """With our address, where the rows of a prompt are held here."""
+        if output.transfer is None:
+            return output
+        control = self.worker_info["control"] or {"host": self.address, "port": None}
+        there = msgspec.structs.replace(
+            output.transfer, remote_host=control["host"], remote_port=control["port"]
+        )
+        return msgspec.structs.replace(output, transfer=there)
+
+    def _fetch(self, request: Request, transfer: KVTransferParams) -> None:
+        """From the worker named, or from the process that has its address now."""
+        address = tcp(transfer.remote_host or "", transfer.remote_port or 0)
+        peer, parked = transfer.remote_engine_id or "", transfer.remote_request_id or ""
+        now_there = self._channel.engine_at(address)
+        if now_there is not None and now_there != peer:
+            peer, parked = now_there, ""
+        if peer not in self.exchange.peers.known:
+            self.greet(address, peer)
+        self.exchange.fetch(Fetch(request, peer, parked, address))
+
+    def _look(self, now: float) -> None:
+        """Greet who has not answered; notice who is gone."""
+        for fetch in self.exchange.fetching.unknown:
+            there = self._channel.engine_at(fetch.address)
+            if there is not None and there != fetch.peer:
+                fetch.peer, fetch.parked = there, ""
+            self.greet(fetch.address, fetch.peer)
+            if self._channel.refused(fetch.address):
+                self.exchange.fetching.give_up_waiting(fetch.peer, "peer_dead")
+        for peer in self.exchange.waits_for:
+            address = self._channel.address_of(peer)
+            if address is not None and self._channel.refused(address):
+                self._gone(peer, "nobody listens at its address")
+
+    def _gone(self, peer: str, why: str) -> None:
+        log.warning("worker %s is gone: %s", peer, why)
+        self.exchange.peer_dead(peer, why)
+        self._channel.forget(peer)
 
 
 def run_prefill(options: WorkerOptions, ended: Callable[[], bool]) -> None:
     """A prefill worker's loop, until `ended`."""
     engine = Engine.from_config(options.engine)
-    exchange, channel = exchange_of(
+    worker = Worker(
         engine,
         WorkerRole.PREFILL,
         options.address,
-        options.engine_id,
+        engine_id=options.engine_id,
         draft_transfer=options.draft_transfer,
     )
-    then = time.monotonic()
-    try:
+    with contextlib.closing(worker):
         while not ended():
-            busy = engine.has_work
-            wait = 0.0 if busy else (BUSY_S if exchange.busy else IDLE_S)
-            for frame in channel.receive(wait):
-                exchange.hear(frame)
-            now = time.monotonic()
-            exchange.poll(now - then)
-            then = now
-            if engine.has_work:
-                for output in engine.step():
-                    exchange.note(output)
-    finally:
-        exchange.close()
-        channel.close()
+            if worker.has_work:
+                worker.step()
+            else:
+                worker.turn(IDLE_S)
 
 
 def main() -> None:
-    """Entry of a prefill process: options as JSON on the first line of stdin; it ends with it."""
+    """Entry of a prefill process, for whoever started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    data = sys.stdin.buffer.readline()
-    if not data:
+    told = options_of(WorkerOptions)
+    if told is None:
         return
-    options = msgspec.json.decode(data, type=WorkerOptions)
-    parent = os.getppid()
-    os.set_blocking(sys.stdin.fileno(), False)
-
-    def ended() -> bool:
-        try:
-            closed = os.read(sys.stdin.fileno(), 1) == b""
-        except BlockingIOError:
-            closed = False
-        return closed or os.getppid() != parent
-
     try:
-        run_prefill(options, ended)
+        run_prefill(*told)
     except TandemError as error:
         print(f"tandemkv: prefill worker: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None

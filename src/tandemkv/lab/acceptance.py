@@ -70,7 +70,9 @@ class Experiment:
         options: LabOptions,
         progress: Progress | None = None,
         make_engine: Callable[[EngineConfig], Engine] | None = None,
-        workers: Callable[..., AbstractContextManager[Any]] = disaggregated.workers,
+        workers: Callable[[Engine, int], AbstractContextManager[disaggregated.Decode]] = (
+            disaggregated.workers
+        ),
     ) -> None:
         self.options = options
         self.progress = progress or Progress()
@@ -188,13 +190,22 @@ class Experiment:
             engine.reset_cache()
             resumed = self._phase(engine, "resumed", first, suspend=True)
             self._report(engine, drafter, "resumed", resumed, cold)
-        for transfer in (True, False) if self.options.num_prefill else ():
-            if transfer or has_rows(drafter):
-                self._run_handed_over(engine, drafter, cold, reference, transfer)
+        if not self.options.num_prefill:
+            return cold
+        self.progress.loading(f"{drafter}, {self.options.num_prefill} prefill worker(s)")
+        with self._workers(engine, self.options.num_prefill) as decode:
+            for transfer in (True, False) if has_rows(drafter) else (True,):
+                self._run_handed_over(engine, drafter, cold, reference, transfer, decode)
         return cold
 
     def _run_handed_over(
-        self, engine: Engine, drafter: str, cold: Run, second: Run | None, transfer: bool
+        self,
+        engine: Engine,
+        drafter: str,
+        cold: Run,
+        second: Run | None,
+        transfer: bool,
+        decode: disaggregated.Decode,
     ) -> None:
         """The conversations with prompts from prefill workers; second: their second turns, cold."""
         ending = "" if transfer else WITHOUT_DRAFT
@@ -202,8 +213,7 @@ class Experiment:
         path, hit, turn = (path + ending for path in HANDED_OVER)
         fault = None if transfer else disaggregated.FAULT
         engine.reset_cache()
-        self.progress.loading(f"{drafter}, {self.options.num_prefill} prefill worker(s)")
-        with self._workers(engine, self.options.num_prefill, draft_transfer=transfer) as worker:
+        with decode(draft_transfer=transfer) as worker:
             run(worker, [Job("warm-up", first[0].prompt[:16], 4)])
             done = self._phase(worker, path, first)
             self._report(engine, drafter, path, done, cold, fault=fault)

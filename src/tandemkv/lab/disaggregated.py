@@ -6,14 +6,14 @@
     each, with _no_draft       the drafter's rows are not shipped (a seeded loss)
 
 Law: a path differs from the one it is compared with in where the prompt was computed, and in
-nothing else; each transfer mode has workers and a cache of its own. What crossed is what the data
-plane says, beside what was asked for. This module starts workers; it compares nothing.
+nothing else; each transfer mode has a decode worker and namespaces of its own. What crossed is what
+the data plane says, beside what was asked for. This module starts workers; it compares nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,16 +28,27 @@ if TYPE_CHECKING:
 FAULT = "no_draft_transfer"
 
 
-@contextmanager
-def workers(engine: Engine, num_prefill: int, *, draft_transfer: bool) -> Iterator[Any]:
-    """A decode worker on this engine and its prefill processes; they end with the block."""
-    from tandemkv.engine.worker import DecodeWorker
+Decode = Callable[..., AbstractContextManager[Any]]
+"""decode(draft_transfer=...): a decode worker, until the block ends."""
 
-    worker = DecodeWorker(engine, num_prefill, draft_transfer=draft_transfer)
-    try:
-        yield worker
-    finally:
-        worker.close()
+
+@contextmanager
+def workers(engine: Engine, num_prefill: int) -> Iterator[Decode]:
+    """Prefill processes, and decode workers on this engine that use them, one after the other.
+
+    The processes end with the block: starting one takes as long as running a path.
+    """
+    from tandemkv.engine.decode import DecodeWorker, Prefills
+
+    prefills = Prefills(engine, num_prefill)
+
+    @contextmanager
+    def decode(*, draft_transfer: bool) -> Iterator[Any]:
+        with closing(DecodeWorker(engine, prefills, draft_transfer=draft_transfer)) as worker:
+            yield worker
+
+    with closing(prefills):
+        yield decode
 
 
 def apart(jobs: Sequence[Job], *, draft_transfer: bool) -> list[Job]:

@@ -19,6 +19,7 @@ import msgspec
 from tandemkv.base.ids import SeqId
 from tandemkv.base.logprobs import TokenLogprobs
 from tandemkv.base.spans import Span
+from tandemkv.base.transfer_params import KVTransferParams
 from tandemkv.kv.records import DraftUse
 from tandemkv.sched.request import FinishReason, Request
 
@@ -121,7 +122,8 @@ class Output(msgspec.Struct, kw_only=True):
 
     num_output_tokens counts emitted tokens only; num_accepted (of num_drafts, over num_draft_steps
     steps) may exceed it when a stop fell inside an accepted run. accepted_at: by draft position.
-    draft_use: what its claims have found, missed and recomputed so far; not a copy.
+    draft_use: what its claims have found, missed and recomputed so far; not a copy. transfer: where
+    the rows of a prompt are held for another worker.
     """
 
     request_id: str
@@ -139,6 +141,7 @@ class Output(msgspec.Struct, kw_only=True):
     num_accepted: int = 0
     accepted_at: tuple[int, ...] = ()
     draft_use: DraftUse = msgspec.field(default_factory=DraftUse)
+    transfer: KVTransferParams | None = None
 
     @staticmethod
     def failed(request_id: str, error: str) -> Output:

@@ -127,6 +127,11 @@ class Receiver:
     def epoch(self) -> int:
         return self.ask.epoch
 
+    @property
+    def unheard(self) -> bool:
+        """Whether the other side has been silent for as long as we are patient."""
+        return self._quiet_s >= self.timing.patience_s
+
     def open(self) -> list[Action]:
         """The first thing to do."""
         return [Send(self.ask)]
@@ -269,7 +274,7 @@ class Receiver:
     def _tick(self, elapsed_s: float) -> list[Action]:
         self._quiet_s += elapsed_s
         self._unsent_s += elapsed_s
-        if self.state in _OPEN and self._quiet_s >= self.timing.patience_s:
+        if self.state in _OPEN and self.unheard:
             return self._cancel(f"no word from {self.peer} for {self._quiet_s:g} s")
         if self.state is ReceiverState.LINGERING:
             self._waited_s += elapsed_s
