@@ -5,6 +5,7 @@ Law: what is printed on stdout is the model's text alone; acceptance and remarks
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tandemkv.base.errors import ConfigError, RequestError, TandemError
-from tandemkv.cli.disaggregate import num_prefill, share_cores
-from tandemkv.cli.loading import description, load, watched
+from tandemkv.cli.disaggregate import num_workers, share_cores
+from tandemkv.cli.loading import asked, description, load, watched
 from tandemkv.cli.options import (
     ENGINE,
     MODEL,
@@ -26,6 +27,7 @@ from tandemkv.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from tandemkv.base.config import EngineConfig
     from tandemkv.base.sampling import SamplingParams
     from tandemkv.engine.engine import Engine
     from tandemkv.sched.request import Request
@@ -41,8 +43,8 @@ _SERVE = (
     Opt(
         "disaggregate",
         str,
-        "Compute prompts in processes of their own: 1p1d, or Np1d for N of them; tokens are"
-        " generated here, over the rows that they ship, the drafter's included.",
+        "Compute prompts in processes of their own: 1p1d, or NpMd for N of them and M that"
+        " generate tokens over the rows that they ship, the drafter's included.",
         default="off",
     ),
     Opt(
@@ -101,19 +103,17 @@ def serve(given: SimpleNamespace) -> None:
             raise ConfigError("MODEL and --model name two models; give one")
         given.model = given.model_option
     config = engine_config(given)
-    port = 8000 if given.port is None else given.port
-    if not 0 <= port < 65536:
-        raise ConfigError(f"--port must be in [0, 65535], got {port}")
-    grace_s = DEFAULT_GRACE_S if given.grace is None else given.grace
-    if not 0 <= grace_s <= MAX_GRACE_S:
-        raise ConfigError(f"--grace must be in [0, {MAX_GRACE_S}] seconds, got {grace_s}")
-    workers = num_prefill(given.disaggregate)
+    port, grace_s = port_and_grace(given)
+    workers, num_decode = num_workers(given.disaggregate)
     if given.draft_transfer is not None and not workers:
         raise ConfigError("--draft-transfer says nothing without --disaggregate")
-    config = share_cores(config, workers)
+    config = share_cores(config, workers, num_decode)
     from tandemkv.serve.address import bind
 
     sock = bind(given.host or "127.0.0.1", port)  # a port in use is said before anything loads
+    if num_decode > 1:
+        _serve_together(given, config, sock, grace_s)
+        return
     engine: Any = load(config, shown=True)
     from tandemkv.engine.background import AsyncEngine
     from tandemkv.serve.http import run_server
@@ -126,6 +126,34 @@ def serve(given: SimpleNamespace) -> None:
         engine = DecodeWorker(engine, workers, draft_transfer=given.draft_transfer is not False)
         about = f"{workers}p1d, {about}"
     run_server(AsyncEngine(engine), sock, grace_s=grace_s, about=about)
+
+
+def port_and_grace(given: SimpleNamespace) -> tuple[int, float]:
+    """--port and --grace, or their defaults. Raises ConfigError."""
+    port = 8000 if given.port is None else given.port
+    if not 0 <= port < 65536:
+        raise ConfigError(f"--port must be in [0, 65535], got {port}")
+    grace_s = DEFAULT_GRACE_S if given.grace is None else given.grace
+    if not 0 <= grace_s <= MAX_GRACE_S:
+        raise ConfigError(f"--grace must be in [0, {MAX_GRACE_S}] seconds, got {grace_s}")
+    return port, grace_s
+
+
+def _serve_together(
+    given: SimpleNamespace, config: EngineConfig, sock: socket.socket, grace_s: float
+) -> None:
+    """Several decode workers: all workers are processes, the router is this one."""
+    from tandemkv.serve.together import Together
+
+    prefill, decode = num_workers(given.disaggregate)
+    print(
+        f"loading {asked(config)}, in {prefill} prefill and {decode} decode workers ...",
+        file=sys.stderr,
+        flush=True,
+    )
+    transfer = given.draft_transfer is not False
+    together = Together(config, prefill, decode, draft_transfer=transfer, grace_s=grace_s)
+    together.run(sock, grace_s=grace_s, about=given.disaggregate)
 
 
 def generate(given: SimpleNamespace) -> None:

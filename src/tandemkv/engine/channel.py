@@ -28,9 +28,9 @@ class Channel:
         self.engine_id = engine_id
         self.replaced: list[str] = []
         self._context: Any = zmq.Context()
-        self._context.setsockopt(zmq.IPV6, 1)
         self._inbox: Any = self._context.socket(zmq.PULL)
         self._inbox.setsockopt(zmq.RCVHWM, MAX_QUEUED)
+        self._inbox.setsockopt(zmq.IPV6, "[" in address)
         try:
             self._inbox.bind(address)
         except zmq.ZMQError as error:
@@ -56,6 +56,7 @@ class Channel:
                 out = self._context.socket(zmq.PUSH)
                 out.setsockopt(zmq.LINGER, 0)
                 out.setsockopt(zmq.SNDHWM, MAX_QUEUED)
+                out.setsockopt(zmq.IPV6, "[" in address)
                 self._out[address] = out
                 out.connect(address)
             out.send_multipart([self.address.encode(), self.engine_id.encode(), frame], zmq.NOBLOCK)
