@@ -16,7 +16,7 @@ from tandemkv.base.sampling import SamplingParams
 from tandemkv.engine.engine import Engine, completion_of
 from tandemkv.engine.exchange import Exchange
 from tandemkv.engine.fetching import Fetch
-from tandemkv.transfer.loopback import Loopback, Network
+from tandemkv.transfer.loopback import Faults, Loopback, Network
 from tandemkv.transfer.offer import WorkerRole
 
 DRAFTERS = ("eagle3", "dflash", "dspark", "self", "ngram", "none")
@@ -34,6 +34,7 @@ class Pair:
         loss: float = 0.0,
         seed: int = 0,
         prefill_transfer: bool = True,
+        faults: Faults | None = None,
     ) -> None:
         self.random, self.loss = random.Random(seed), loss
         self.network = Network()
@@ -45,7 +46,7 @@ class Pair:
         self.workers = {
             name: Exchange(
                 engine,
-                Loopback(self.network, name),
+                Loopback(self.network, name, faults),
                 name,
                 WorkerRole.PREFILL if name == "p" else WorkerRole.DECODE,
                 self.send,
