@@ -127,6 +127,15 @@ def test_a_prompt_that_was_computed_first_is_held_and_fetched(two):
     assert p.scheduler.stats.num_prefill_rows == len(tokens)  # not computed again
 
 
+def test_a_request_that_names_no_worker_is_computed_by_the_decode_worker_and_counted(two):
+    d = two.start(WorkerRole.DECODE)
+    tokens = prompt(20, seed=1)
+    d.add(tokens, greedy(), request_id="r")
+    two.until(lambda: two.finished("r"))
+    assert_nothing_was_lost(two, "r", tokens)
+    assert d.handoffs.computed_here == {"not_asked": 1}
+
+
 def test_what_is_held_and_asked_for_by_nobody_is_given_back():
     two = Two()
     p = two.start(WorkerRole.PREFILL, timing=Timing(lease_s=0.2))

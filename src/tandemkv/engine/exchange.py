@@ -41,12 +41,14 @@ from tandemkv.transfer.transport import (
 class HandoffStats(msgspec.Struct, frozen=True, kw_only=True):
     """What became of the prompts that were to be computed elsewhere, since the start.
 
-    fetched: requests whose prompt's KV came; computed_here: those where it did not, by reason.
-    left_out: draft groups not exchanged with a peer, by reason. By layer group name: asked_bytes,
-    of the slots asked for; received_bytes, as the data plane's notices say.
+    fetched: requests whose prompt's KV came; computed_here: those where it did not, by reason;
+    aborted: those whose client went before either. left_out: draft groups not exchanged with a
+    peer, by reason. By layer group name: asked_bytes, of the slots asked for; received_bytes, as
+    the data plane's notices say.
     """
 
     fetched: int
+    aborted: int
     computed_here: dict[str, int]
     left_out: dict[str, int]
     asked_bytes: dict[str, int]
@@ -143,14 +145,16 @@ class Exchange:
         return self.fetching.busy or self.shipping.busy
 
     def peer_dead(self, peer: str, reason: str) -> None:
-        """A worker's process is known to be gone."""
-        self.peers.known.pop(peer, None)
+        """A worker's process is known to be gone: what is kept of it goes as well."""
+        known = self.peers.forget(peer)
         for step in self.shipping.senders.peer_dead(peer, reason):
             self.shipping.do(step)
         for again in self.fetching.receivers.peer_dead(peer, reason):
             self.fetching.do(again)
         self.fetching.give_up_waiting(peer, "peer_dead")
         self.fetching.spoke(peer)
+        if known is not None:
+            self._transport.fence(known.name)
 
     @property
     def stats(self) -> HandoffStats:
@@ -158,6 +162,7 @@ class Exchange:
         names = [group.name for group in self.engine.layout.groups]
         return HandoffStats(
             fetched=self.fetching.fetched,
+            aborted=self.fetching.aborted,
             computed_here=dict(self.fetching.computed_here),
             left_out=dict(self.peers.left_out),
             asked_bytes=dict(zip(names, self.fetching.bytes_asked, strict=True)),

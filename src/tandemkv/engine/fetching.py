@@ -52,7 +52,8 @@ class Fetch:
 
 class Fetching:
     """Requests on their way here. fetched: requests that came; computed_here: those that did not,
-    by reason; bytes_asked, bytes_received: by layer group; silent: workers that are waited for."""
+    by reason; aborted: whose client went before; bytes_asked, bytes_received: by layer group;
+    silent: workers that nothing is asked of until they speak."""
 
     def __init__(
         self, engine: Engine, peers: Peers, transport: Transport, timing: ses.Timing | None
@@ -60,6 +61,7 @@ class Fetching:
         self.engine, self.peers, self._transport = engine, peers, transport
         self.receivers = Receivers(peers.offer.engine_id, timing=timing)
         self.fetched = 0
+        self.aborted = 0
         self.computed_here: Counter[str] = Counter()
         self.bytes_asked = [0] * len(engine.layout.groups)
         self.bytes_received = [0] * len(engine.layout.groups)
@@ -104,6 +106,7 @@ class Fetching:
         if fetch is None:
             return False
         fetch.gone = True
+        self.aborted += 1
         if fetch in self._waiting:
             self._waiting.remove(fetch)
         if fetch.session is not None:

@@ -86,6 +86,11 @@ class Peers:
         if isinstance(message, wire.Hello):
             self.say(theirs.engine_id, wire.Welcome(offer=self.offer))
 
+    def forget(self, peer: str) -> Peer | None:
+        """A worker that is gone and never comes back under this engine id."""
+        self.refused.pop(peer, None)
+        return self.known.pop(peer, None)
+
     def turned_down(self, peer: str, message: wire.Refused) -> None:
         """A worker refused us."""
         self.refused[peer] = f"{message.field} is {message.mine} there and {message.theirs} here"

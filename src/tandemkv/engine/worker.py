@@ -219,8 +219,11 @@ class Worker:
     # -- what may be otherwise -----------------------------------------------------------------
 
     def _start(self, request: Request) -> None:
-        """Queue a request that says nothing of another worker."""
-        self._engine.submit(request)
+        """Queue a request that says nothing of another worker; a decode worker counts it."""
+        if self.role is WorkerRole.DECODE:
+            self.exchange.fetching.compute_here(request, "not_asked")
+        else:
+            self._engine.submit(request)
 
     def _told(self, output: Output) -> Output:
         """With our address, where the rows of a prompt are held here."""
