@@ -51,3 +51,36 @@ def server(shared_server: Any) -> Iterator[Any]:
 def plain_server(start: Callable[..., Any]) -> Any:
     """The same model without a drafter."""
     return start(drafter="none")
+
+
+@pytest.fixture
+def worker() -> Iterator[Callable[..., Any]]:
+    """worker(role, **fields) -> a FakeWorker, stopped after the test."""
+    from fakes import FakeWorker
+
+    made: list[FakeWorker] = []
+
+    def make(*args: Any, **fields: Any) -> FakeWorker:
+        made.append(FakeWorker(*args, **fields))
+        return made[-1]
+
+    yield make
+    for fake in made:
+        fake.stop()
+
+
+@pytest.fixture
+def route(worker: Any) -> Iterator[Callable[..., Any]]:
+    """route(*workers) -> a router before them, all alive unless `alive` says how many."""
+    from fakes import Routed
+
+    made: list[Routed] = []
+
+    def make(*workers: Any, alive: int | None = None, **options: Any) -> Routed:
+        made.append(Routed(list(workers), **options))
+        made[-1].settle(len(workers) if alive is None else alive)
+        return made[-1]
+
+    yield make
+    for routed in made:
+        routed.stop()

@@ -19,6 +19,9 @@ from tandemkv.base.logprobs import TokenLogprobs
 Json = dict[str, Any]
 TokenBytes = Callable[[int], bytes]
 
+DONE = b"data: [DONE]\n\n"
+"""What ends a stream of events."""
+
 
 class Envelope(msgspec.Struct, frozen=True):
     """What every part of one answer repeats."""
@@ -188,6 +191,11 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Jso
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+
+
+def event(body: Json) -> bytes:
+    """A server-sent event of one JSON object."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 def error_body(message: str, status: int, param: str | None = None) -> Json:

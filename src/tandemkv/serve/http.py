@@ -46,6 +46,7 @@ __all__ = [
     "json_response",
     "new_app",
     "read_body",
+    "read_raw",
     "while_connected",
 ]
 
@@ -120,12 +121,17 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
 
 async def read_body(request: Request) -> Body:
     """The request's JSON object, at most MAX_BODY_BYTES long (else 413)."""
+    return decode_body(await read_raw(request))
+
+
+async def read_raw(request: Request) -> bytes:
+    """The request's body, at most MAX_BODY_BYTES long (else 413)."""
     raw = bytearray()
     async for part in request.stream():
         raw += part
         if len(raw) > MAX_BODY_BYTES:
             raise RequestError(f"the body exceeds {MAX_BODY_BYTES} bytes", status=413)
-    return decode_body(bytes(raw))
+    return bytes(raw)
 
 
 def _add_errors(app: FastAPI) -> None:

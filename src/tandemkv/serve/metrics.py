@@ -11,8 +11,8 @@ counters and never fails, whatever has happened so far. Nothing is registered gl
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -265,6 +265,38 @@ class EngineCollector(Collector):
         for key, value in values.items():
             family.add_metric((self._model, key), value)
         return family
+
+
+class Family(NamedTuple):
+    """A counter or gauge whose values were counted elsewhere; keys are values of the labels."""
+
+    kind: str
+    name: str
+    doc: str
+    labels: tuple[str, ...]
+    values: Mapping[tuple[str, ...], float]
+
+
+class FamilyCollector(Collector):
+    """A Prometheus collector over families as they are."""
+
+    def __init__(self, families: Sequence[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        for kind, name, doc, labels, values in self._families:
+            make = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+            family = make(PREFIX + name, doc, labels=labels)
+            for key, value in values.items():
+                family.add_metric(key, value)
+            yield family
+
+
+def render_families(families: Sequence[Family]) -> bytes:
+    """The exposition text of families, from a registry of its own."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(FamilyCollector(families))
+    return generate_latest(registry)
 
 
 def render(model: str, snapshot: Snapshot, latencies: Latencies) -> bytes:

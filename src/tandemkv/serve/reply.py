@@ -15,13 +15,11 @@ from tandemkv.base.errors import RequestError
 from tandemkv.base.transfer_params import FIELD as TRANSFER
 from tandemkv.engine.background import AsyncEngine
 from tandemkv.serve import answers
-from tandemkv.serve.answers import Envelope, Format, Json, Piece
+from tandemkv.serve.answers import DONE, Envelope, Format, Json, Piece, event
 from tandemkv.serve.generation import Generation
 from tandemkv.serve.openai import Ask
 
 log = logging.getLogger("tandemkv")
-
-DONE = b"data: [DONE]\n\n"
 
 
 class Answer:
@@ -57,12 +55,12 @@ class Answer:
         """Server-sent events; an error after the start is an event too, and [DONE] comes last."""
         try:
             async for chunk in self._chunks():
-                yield _event(chunk)
+                yield event(chunk)
         except RequestError as error:
-            yield _event(answers.error_body(str(error), error.status, error.param))
+            yield event(answers.error_body(str(error), error.status, error.param))
         except Exception:
             log.exception("a stream failed")
-            yield _event(answers.error_body("internal error: see the server's log", 500))
+            yield event(answers.error_body("internal error: see the server's log", 500))
         yield DONE
 
     async def _chunks(self) -> AsyncIterator[Json]:
@@ -114,7 +112,3 @@ class Answer:
         }
         drafts = self._generation.acceptance(k).body()
         return {"metrics": {"speculative_decoding": drafts, "draft_kv": draft_kv}}
-
-
-def _event(body: Json) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
