@@ -17,7 +17,7 @@ from typing import Any
 import typer
 
 from tandemkv.base.errors import ConfigError, RequestError, TandemError
-from tandemkv.cli import measuring, preparing, serving, working
+from tandemkv.cli import measuring, preparing, routing, serving, working
 from tandemkv.cli.options import near, suggestion
 
 EXIT_ERROR = 1
@@ -46,7 +46,7 @@ def _root(
         raise typer.Exit()
 
 
-for group in (serving, working, measuring, preparing):
+for group in (serving, working, routing, measuring, preparing):
     group.register(app)
 
 
