@@ -249,6 +249,7 @@ def test_what_all_workers_answer_alike_is_asked_of_one(worker: Any, route: Any) 
     for path in ("/tokenize", "/detokenize"):
         assert routed.http.post(path, json={"prompt": "x"}).json() == {"text": "hello"}
     assert decode.seen == [{"prompt": "x"}] * 2
+    assert not [name for name in routed.samples() if name.startswith("requests_routed")]
 
 
 def test_the_router_says_what_it_is_and_who_is_there(worker: Any, route: Any) -> None:

@@ -131,6 +131,17 @@ def test_a_stream_that_breaks_ends_with_one_error_that_names_the_cause(
     has_ended(routed, broken=1)
 
 
+def test_a_connection_that_breaks_after_the_last_event_breaks_nothing(
+    worker: Any, route: Any
+) -> None:
+    said = event("0") + b"data: [DONE]\n\n"
+    decode = worker("decode", answer=half(said, EVENTS))
+    decode.gate.set()
+    routed = route(decode)
+    assert routed.http.post(TEXT, json={**SENT, "stream": True}).content == said
+    has_ended(routed, answered=1)
+
+
 def test_errors_of_a_worker_pass_and_are_not_retried(worker: Any, route: Any) -> None:
     one, two = worker("decode", answer=whole("mine", 500), lacks=NEAR), worker("decode")
     routed = route(one, two)

@@ -52,6 +52,7 @@ class Relay(Response):
         self._dispatch = dispatch
         self._asked = asked
         self._started = False
+        self._done = False
         self._send: Any = None
         self.background = None
 
@@ -74,10 +75,14 @@ class Relay(Response):
             if choice.decode is None:
                 return await self._refuse(self._nobody(causes))
             worker = dispatch.fleet[choice.decode]
-            dispatch.send(choice, known)
+            if body is not None:
+                dispatch.send(choice, known)
             try:
                 return await self._through(worker, choice)
             except Failed as error:
+                if self._done:  # all was said: what broke is the connection alone
+                    await self._part(b"", more=False)
+                    return "answered"
                 if not dispatch.stopping:
                     self._let_down(worker, error)
                 causes[worker.url] = str(error)
@@ -94,20 +99,17 @@ class Relay(Response):
             dispatch.flight(worker) as flight,
             dispatch.upstream.send(asked.method, url, asked.headers, content) as reply,
         ):
+            whole = None
             if reply.is_events and reply.status == 200:
                 await self._stream(reply, flight)
             else:
-                await self._whole(reply, flight)
-        worker.answered()
-        return "answered" if reply.status < 400 else "refused" if reply.status < 500 else "failed"
-
-    async def _whole(self, reply: Reply, flight: Flight) -> None:
-        body = bytearray()
-        async for part in self._parts(reply, flight):
-            body += part
+                whole = b"".join([part async for part in self._parts(reply, flight)])
         if reply.status == UNAVAILABLE:
-            raise Failed("unavailable", said(reply.status, bytes(body)))
-        await self._send_whole(reply.status, reply.headers, bytes(body))
+            raise Failed("unavailable", said(reply.status, whole or b""))
+        worker.answered()
+        if whole is not None:  # whatever becomes of the worker now, this is its answer
+            await self._send_whole(reply.status, reply.headers, whole)
+        return "answered" if reply.status < 400 else "refused" if reply.status < 500 else "failed"
 
     async def _stream(self, reply: Reply, flight: Flight) -> None:
         """Pass on a stream; only whole events, so that an error event can follow any of them."""
@@ -119,6 +121,7 @@ class Relay(Response):
             if not self._started:
                 await self._head(reply.status, reply.headers)
             await self._part(events + end)
+            self._done = (events + end).endswith(DONE)
         if not self._started:
             raise Failed("broken", "its stream ended before the first event")
         await self._part(rest, more=False)
