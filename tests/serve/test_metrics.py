@@ -233,6 +233,7 @@ def test_a_decode_worker_is_read_before_during_and_after_its_prefill_worker(star
     assert fetched[("draft_kv_transferred_bytes_total",)] == received[draft.name] > 0
     assert received[target.name] > 0
     assert alone[("kv_handoffs_total", "computed_here", "no_prefill_worker")] == 1
+    assert alone[("kv_handoffs_total", "aborted", "")] == 0
     assert alone[("kv_transferred_bytes_total", target.name)] == received[target.name]
     assert scrape(snapshot_of(worker)) == alone
 

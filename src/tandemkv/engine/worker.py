@@ -131,6 +131,15 @@ class Worker:
         """What became of the prompts given to prefill workers."""
         return self.exchange.stats
 
+    @property
+    def num_prefill_workers(self) -> int:
+        """Prefill workers that it has met and that are not silent."""
+        known, silent = self.exchange.peers.known, self.exchange.fetching.silent
+        return sum(
+            peer.offer.role == WorkerRole.PREFILL and name not in silent
+            for name, peer in known.items()
+        )
+
     def add(
         self,
         prompt: Sequence[int],

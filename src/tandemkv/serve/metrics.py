@@ -348,7 +348,7 @@ def _handoffs_of(engine: Engine) -> Handoffs | None:
     here = {("computed_here", reason): count for reason, count in stats.computed_here.items()}
     return Handoffs(
         workers=engine.num_prefill_workers,
-        outcomes={("fetched", ""): stats.fetched, **here},
+        outcomes={("fetched", ""): stats.fetched, ("aborted", ""): stats.aborted, **here},
         left_out=stats.left_out,
         received_bytes=stats.received_bytes,
     )
