@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from serving import CHAT, TEXT, Running, user
 
 from tandemkv.base.errors import RequestError
+from tandemkv.base.transfer_params import KVTransferParams, parse_transfer
 from tandemkv.serve.openai import Limits, parse_chat, parse_completion
 
 LIMITS = Limits(model="tiny", max_model_len=64, vocab_size=100)
@@ -65,71 +67,52 @@ def test_chat_names_the_field_that_it_was_given() -> None:
         parse_chat(body, LIMITS)
 
 
-@pytest.fixture
-def worker(server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
-    """A server whose engine says what a worker's does, as far as it does not yet."""
-    engine = server.engine.engine
-
-    def missing(tokens: Any, namespace: Any) -> dict[str, int]:
-        rows = len(tokens) - engine.kv.match(tokens, namespace).end
-        return {"target": rows, "draft": rows}
-
-    for name, value in (
-        ("missing_rows", missing),
-        ("load", {"running": 0, "waiting": 0, "queued_tokens": 0}),
-        ("worker_info", {"role": "aggregated", "engine_id": "one", "control": None}),
-    ):
-        if not hasattr(type(engine), name):
-            monkeypatch.setattr(engine, name, value, raising=False)
-    return server
-
-
 def coverage(server: Running, **body: Any) -> dict[str, Any]:
     response = server.http.post("/coverage", json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
 
-def test_a_worker_says_who_it_is_and_how_busy(worker: Running) -> None:
-    said = worker.http.get("/worker").json()
+def test_a_worker_says_who_it_is_and_how_busy(server: Running) -> None:
+    said = server.http.get("/worker").json()
     assert said["role"] == "aggregated"
     assert said["engine_id"]
     assert said["control"] is None
-    assert said["model"] == worker.engine.model_name
+    assert said["model"] == server.engine.model_name
     assert said["max_model_len"] == 256
     assert said["load"] == {"running": 0, "waiting": 0, "queued_tokens": 0}
 
 
-def test_coverage_counts_the_rows_that_are_not_held_and_takes_nothing(worker: Running) -> None:
+def test_coverage_counts_the_rows_that_are_not_held_and_takes_nothing(server: Running) -> None:
     sent = {"prompt": "a prompt that only this test asks about", "cache_salt": "coverage"}
-    pages = worker.pages()
-    cold = coverage(worker, **sent)
-    assert worker.pages() == pages
-    assert cold["engine_id"] == worker.http.get("/worker").json()["engine_id"]
+    pages = server.pages()
+    cold = coverage(server, **sent)
+    assert server.pages() == pages
+    assert cold["engine_id"] == server.http.get("/worker").json()["engine_id"]
     assert cold["missing"]["target"] >= cold["num_tokens"] - 1
     assert cold["missing"]["draft"] >= cold["num_tokens"] - 1
-    worker.http.post(TEXT, json={**sent, "max_tokens": 1}).raise_for_status()
-    warm = coverage(worker, **sent)
+    server.http.post(TEXT, json={**sent, "max_tokens": 1}).raise_for_status()
+    warm = coverage(server, **sent)
     assert warm["num_tokens"] == cold["num_tokens"]
     assert warm["missing"]["target"] <= 1
-    other = coverage(worker, **{**sent, "cache_salt": "another"})
+    other = coverage(server, **{**sent, "cache_salt": "another"})
     assert other["missing"] == cold["missing"]
 
 
-def test_coverage_reads_a_chat_as_chat_does(worker: Running) -> None:
+def test_coverage_reads_a_chat_as_chat_does(server: Running) -> None:
     messages = user("what is covered?")
-    tokens = worker.http.post("/tokenize", json={"messages": messages}).json()["count"]
-    assert coverage(worker, messages=messages, max_tokens=5)["num_tokens"] == tokens
+    tokens = server.http.post("/tokenize", json={"messages": messages}).json()["count"]
+    assert coverage(server, messages=messages, max_tokens=5)["num_tokens"] == tokens
     body = {"messages": messages, "max_tokens": 5, "temperature": 0}
-    answer = worker.http.post(CHAT, json=body).json()
+    answer = server.http.post(CHAT, json=body).json()
     assert answer["usage"]["prompt_tokens"] == tokens
     assert "kv_transfer_params" not in answer
 
 
-def test_coverage_adds_up_over_prompts(worker: Running) -> None:
+def test_coverage_adds_up_over_prompts(server: Running) -> None:
     one, two = [5, 6, 7, 8, 9], [9, 8, 7]
     counts = [
-        coverage(worker, prompt=prompt, cache_salt="sum")["missing"]["target"]
+        coverage(server, prompt=prompt, cache_salt="sum")["missing"]["target"]
         for prompt in (one, two, [one, two])
     ]
     assert counts[0] + counts[1] == counts[2] > 0
@@ -140,8 +123,41 @@ def test_coverage_adds_up_over_prompts(worker: Running) -> None:
     [({"prompt": "x", "temprature": 1}, "temprature"), ({"prompt": [1] * 300}, "prompt")],
 )
 def test_coverage_refuses_what_the_api_refuses(
-    worker: Running, body: dict[str, Any], param: str
+    server: Running, body: dict[str, Any], param: str
 ) -> None:
-    response = worker.http.post("/coverage", json=body)
+    response = server.http.post("/coverage", json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("asked", [FETCH, DECODE])
+def test_a_server_by_itself_refuses_a_hand_off_by_name(
+    server: Running, asked: dict[str, Any]
+) -> None:
+    body = {"prompt": "x", "max_tokens": 1, "kv_transfer_params": asked}
+    response = server.http.post(TEXT, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "kv_transfer_params"
+
+
+def test_where_a_prompt_is_held_is_part_of_the_answer(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a prefill worker's engine answers a proxy, which passes it on unchanged."""
+    held = KVTransferParams(**FETCH, remote_request_id="cmpl-1-0")
+    engine = server.engine.engine
+    add, step = engine.add, engine.step
+
+    def adding(*args: Any, transfer: Any = None, **kwargs: Any) -> Any:
+        assert transfer is not None
+        return add(*args, **kwargs)
+
+    def stepping() -> Any:
+        return [msgspec.structs.replace(output, transfer=held) for output in step()]
+
+    monkeypatch.setattr(engine, "add", adding)
+    monkeypatch.setattr(engine, "step", stepping)
+    body = {"prompt": "x", "max_tokens": 1, "kv_transfer_params": DECODE}
+    said = server.http.post(TEXT, json=body).json()["kv_transfer_params"]
+    assert said == msgspec.to_builtins(held)
+    assert parse_transfer(said) == held

@@ -170,7 +170,7 @@ class Generation:
     def transfer(self) -> KVTransferParams | None:
         """Where the rows of a finished request are held for the worker that is to generate."""
         last = self.choices[0].last
-        return None if last is None else getattr(last, "transfer", None)
+        return None if last is None else last.transfer
 
     def _spawn(self, choice: Choice, rest: Sequence[Choice] = ()) -> None:
         if choice.handle is None:
@@ -193,7 +193,6 @@ class Generation:
     async def _submit(self, choice: Choice) -> None:
         # A text of its own for the stop strings: the engine pushes this one on its thread.
         watch = self._text(choice.prompt).push if self._ask.stop else None
-        transfer = self._ask.transfer
         choice.handle = await self._engine.submit(
             choice.prompt,
             choice.params,
@@ -201,7 +200,7 @@ class Generation:
             watch=watch,
             priority=self._ask.priority,
             request_id=f"{self._request_id}-{choice.index}",
-            **({} if transfer is None else {"transfer": transfer}),
+            transfer=self._ask.transfer,
         )
 
     def _text(self, prompt: Sequence[int]) -> TextStream:
