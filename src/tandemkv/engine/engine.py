@@ -296,6 +296,10 @@ class Engine:
         if self.config.debug:
             self.scheduler.check()
 
+    def sync(self) -> None:
+        """Until all that was queued on the device is in memory: before others read or write it."""
+        self.storage.sync()
+
     def abort(self, request_id: str) -> Output | None:
         """End a request in any state; None if it is unknown or already over."""
         return self.scheduler.abort(request_id)

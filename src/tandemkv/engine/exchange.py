@@ -27,6 +27,7 @@ from tandemkv.transfer import session as ses
 from tandemkv.transfer import wire
 from tandemkv.transfer.offer import Offer, WorkerRole
 from tandemkv.transfer.transport import (
+    CPU,
     Disconnected,
     Done,
     Failed,
@@ -214,13 +215,14 @@ def _offer(
     draft_transfer: bool,
 ) -> Offer:
     """What this worker has, its memory registered with the data plane."""
-    groups = offers_of(engine)
+    groups, index = offers_of(engine), engine.storage.device_index
     blob = transport.register(
         [
             Memory(
                 address=g.shards[0].address,
                 num_bytes=g.num_pages * g.page_bytes(g.shards[0]),
                 page_bytes=g.page_bytes(g.shards[0]),
+                device=CPU if index is None else index,
             )
             for g in groups
         ]

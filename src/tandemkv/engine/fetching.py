@@ -175,6 +175,7 @@ class Fetching:
         fetch.session = step.session
         assert step.session is not None
         self._by_session[step.session.epoch] = fetch
+        engine.sync()  # copies into these pages come before what others write there
         self.do(step)
         return True
 

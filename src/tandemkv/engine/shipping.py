@@ -268,6 +268,7 @@ class Shipping:
             wire.Chunk(epoch=session.epoch, index=index, groups=groups, num_bytes=tuple(sizes)),
             name,
         )
+        self.engine.sync()  # the rows are final to the cache, the device may still be writing them
         try:
             handle = self._transport.write(peer.name, batches, notice)
         except PeerError as error:

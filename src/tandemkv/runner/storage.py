@@ -24,7 +24,7 @@ class Storage:
     def __init__(
         self, layout: Layout, num_pages: Sequence[int], device: torch.device, *, debug: bool
     ) -> None:
-        self.layout = layout
+        self.layout, self.device = layout, device
         self._debug = debug
         self.pools = [
             KVPool(group, pages, device, poison=debug)
@@ -43,6 +43,16 @@ class Storage:
         for pool, pages in zip(self.pools, freed, strict=True):
             if pages:
                 pool.poison(list(pages))
+
+    def sync(self) -> None:
+        """Until all passes and copies that were queued are done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def device_index(self) -> int | None:
+        """Of the GPU that the pools lie on; None for the CPU's memory."""
+        return self.pools[0].data.device.index if self.device.type == "cuda" else None
 
     def read(self, group: GroupId, pages: Sequence[int], slots: Sequence[int]) -> Tensor:
         """Rows at `slots` of a page table: [slots, layers, 2, heads, head_dim]."""
