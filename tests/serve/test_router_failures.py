@@ -56,6 +56,7 @@ def test_a_worker_that_refuses_the_connection_costs_a_try(worker: Any, route: An
         (half(b'{"text": "hel'), "broken"),
         (half(b"", EVENTS), "broken"),
         (half(b'data: {"half": "an event', EVENTS), "broken"),
+        (half(b'data: {"error":{"code":503,"message":"ending"}}\n\n', EVENTS), "unavailable"),
         (streams(0), None),
     ],
 )
@@ -140,6 +141,17 @@ def test_a_connection_that_breaks_after_the_last_event_breaks_nothing(
     routed = route(decode)
     assert routed.http.post(TEXT, json={**SENT, "stream": True}).content == said
     has_ended(routed, answered=1)
+
+
+def test_an_error_that_is_not_of_the_worker_begins_a_stream_and_passes(
+    worker: Any, route: Any
+) -> None:
+    said = b'data: {"error":{"code":400,"message":"bad"}}\n\ndata: [DONE]\n\n'
+    one, two = worker("decode", answer=half(said, EVENTS), lacks=NEAR), worker("decode")
+    one.gate.set()
+    routed = route(one, two)
+    assert routed.http.post(TEXT, json={**SENT, "stream": True}).content == said
+    assert two.seen == []
 
 
 def test_errors_of_a_worker_pass_and_are_not_retried(worker: Any, route: Any) -> None:

@@ -119,6 +119,7 @@ class Relay(Response):
             if not end:
                 continue
             if not self._started:
+                _refuse_error(events)
                 await self._head(reply.status, reply.headers)
             await self._part(events + end)
             self._done = (events + end).endswith(DONE)
@@ -182,3 +183,16 @@ class Relay(Response):
 
     async def _part(self, body: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _refuse_error(events: bytes) -> None:
+    """Raise Failed if a stream begins with the error of a worker that is unavailable."""
+    first = events.removeprefix(b"data: ").partition(b"\n")[0]
+    if not first.startswith(b'{"error":'):
+        return
+    try:
+        code = msgspec.json.decode(first)["error"]["code"]
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return
+    if code == UNAVAILABLE:
+        raise Failed("unavailable", said(code, first))
