@@ -104,9 +104,12 @@ def test_version_is_printed(capsys):
         (["acceptance", "--shared-tokens", "9", "--paths", "warm"], "--shared-tokens says nothing"),
         (["acceptance", "--paths", "branches", "--branches", "0"], "--branches must be at least 1"),
         (["acceptance", "--paths", "branches_evict"], "did you mean 'branches_evicted'"),
-        (["acceptance", "--disaggregate", "1p2d"], "1p2d: one decode worker is supported"),
-        (["acceptance", "--disaggregate", "0p1d"], "must look like 1p1d, got '0p1d'"),
-        (["acceptance", "--disaggregate", "x"], "--disaggregate must look like 1p1d, got 'x'"),
+        (["acceptance", "--disaggregate", "1p2d"], "1p2d: one decode worker here, as 2p1d"),
+        (["acceptance", "--disaggregate", "0p1d"], "must look like 1p1d or 2p3d, got '0p1d'"),
+        (
+            ["acceptance", "--disaggregate", "x"],
+            "--disaggregate must look like 1p1d or 2p3d, got 'x'",
+        ),
         (["acceptance", "--top-p", "0.9"], "--top-p says nothing where decoding is greedy"),
         (["acceptance", "--verification", "block"], "--verification says nothing where decoding"),
         (["acceptance", "--seed", "1", "--temperature", "0"], "--seed says nothing where"),
@@ -368,7 +371,17 @@ def test_the_defaults_of_acceptance_that_help_shows_are_those_that_hold():
 def test_the_commands_of_this_release_are_these():
     names = {command.name for command in app.registered_commands}
     names |= {group.name for group in app.registered_groups}
-    assert names == {"serve", "generate", "chat", "acceptance", "explain", "convert", "train"}
+    assert names == {
+        "serve",
+        "generate",
+        "chat",
+        "acceptance",
+        "explain",
+        "convert",
+        "train",
+        "worker",
+        "router",
+    }
 
 
 @pytest.fixture(scope="session")

@@ -116,7 +116,7 @@ def serve(given: SimpleNamespace) -> None:
         return
     engine: Any = load(config, shown=True)
     from tandemkv.engine.background import AsyncEngine
-    from tandemkv.serve.http import run_server
+    from tandemkv.serve.service import run_server
 
     about = description(engine.resolved)
     if workers:

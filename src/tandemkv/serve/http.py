@@ -275,10 +275,3 @@ class _Uvicorn(uvicorn.Server):
         """Close every connection now: a client that is silent or reads nothing holds nothing up."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
-
-
-def run_server(*args: Any, **options: Any) -> None:
-    """service.run_server, for callers that look for it here."""
-    from tandemkv.serve.service import run_server as run
-
-    run(*args, **options)
