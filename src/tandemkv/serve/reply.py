@@ -1,7 +1,8 @@
 """One Ask's answer, put together from what its generation says: a body, or server-sent events.
 
 Law: the whole answer and the stream say the same, piece by piece; an error after the start of a
-stream is an event too, and [DONE] comes last. This module knows no HTTP.
+stream is an event too, and [DONE] comes last. A stream says nothing before its first token, so that
+a router may have another worker answer until then. This module knows no HTTP.
 """
 
 from __future__ import annotations
@@ -65,11 +66,12 @@ class Answer:
 
     async def _chunks(self) -> AsyncIterator[Json]:
         extra: Json = {"usage": None} if self._ask.include_usage else {}
-        for choice in self._generation.choices:
-            opening = self._form.opening(self._opening(choice.index))
-            if opening is not None:
-                yield self._envelope.body([opening], **extra)
+        opened = False
         async for piece in self._generation.pieces():
+            if not opened:
+                for opening in self._openings():
+                    yield self._envelope.body([opening], **extra)
+                opened = True
             reason, piece.finish_reason = piece.finish_reason, None
             if self._form.says_something(piece):
                 yield self._envelope.body([self._form.delta(piece)], **extra)
@@ -79,6 +81,12 @@ class Answer:
         if self._ask.include_usage or self._ask.return_metrics:
             usage = self._usage() if self._ask.include_usage else None
             yield self._envelope.body([], usage=usage, **self._metrics())
+
+    def _openings(self) -> list[Json]:
+        """What a stream begins with."""
+        pieces = (self._opening(choice.index) for choice in self._generation.choices)
+        openings = (self._form.opening(piece) for piece in pieces)
+        return [opening for opening in openings if opening is not None]
 
     def _opening(self, index: int) -> Piece:
         """What stands before the first token: the prompt's ids and its text, if wanted."""
