@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 from engines import drafts_by_anchor, greedy, run, tiny_engine, used_pages
@@ -18,6 +19,7 @@ from tandemkv.engine.exchange import Exchange
 from tandemkv.engine.fetching import Fetch
 from tandemkv.transfer.loopback import Faults, Loopback, Network
 from tandemkv.transfer.offer import WorkerRole
+from tandemkv.transfer.transport import Transport
 
 DRAFTERS = ("eagle3", "dflash", "dspark", "self", "ngram", "none")
 
@@ -35,6 +37,7 @@ class Pair:
         seed: int = 0,
         prefill_transfer: bool = True,
         faults: Faults | None = None,
+        transport: Callable[[str], Transport] | None = None,
     ) -> None:
         self.random, self.loss = random.Random(seed), loss
         self.network = Network()
@@ -46,7 +49,7 @@ class Pair:
         self.workers = {
             name: Exchange(
                 engine,
-                Loopback(self.network, name, faults),
+                transport(name) if transport else Loopback(self.network, name, faults),
                 name,
                 WorkerRole.PREFILL if name == "p" else WorkerRole.DECODE,
                 self.send,
@@ -68,13 +71,13 @@ class Pair:
             else:
                 self.frames[peer].append(frame)
 
-    def turn(self) -> None:
+    def turn(self, elapsed_s: float = 0.3) -> None:
         for name, worker in self.workers.items():
             if name in self.down:
                 continue
             while self.frames[name]:
                 worker.hear(self.frames[name].popleft())
-            worker.poll(0.3)
+            worker.poll(elapsed_s)
             worker.check()
             if worker.engine.has_work:
                 for output in worker.engine.step():
