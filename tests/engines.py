@@ -43,7 +43,9 @@ def drafter_of(name: str, target: Target, k: int) -> Drafter | None:
     if name == "self":
         from tandemkv.model.draft_lm import DraftModel
 
+        weights = next(target.model.parameters())
         twin = drafting.tiny_target(TARGET_SEED)
+        twin.model.to(weights.device, weights.dtype)
         return DraftModel(target, twin, num_draft_tokens=k)
     if name == "ngram":
         from tandemkv.model.ngram import Ngram
