@@ -38,9 +38,9 @@ types: $(VENV)/.installed ## pyright, strict on the pure layers
 unit: $(VENV)/.installed ## the tests
 	$(BIN)/pytest -n $(PYTEST_WORKERS) --dist worksteal
 
-bench: install ## every script in benchmarks/, results as JSON in build/benchmarks
+bench: install ## the scripts in benchmarks/ that need no GPU, results as JSON in build/benchmarks
 	mkdir -p build/benchmarks
-	for script in benchmarks/*.py; do \
+	for script in $$(ls benchmarks/*.py | grep -v _gpu); do \
 	  $(BIN)/python $$script --json build/benchmarks/$$(basename $$script .py).json || exit 1; done
 
 clean: ## remove the environment and what was built

@@ -6,7 +6,11 @@ time and none of them aborted: what they answer and accept must not have moved. 
 (LIMIT_S each), nothing leaked, every law, and AL within DRIFT. Exit status 1 names what failed.
 Leaks of a prefill process show as requests that hang: each computes many times what its pool holds.
 
+With --deployment NpMd: workers of both roles behind their router, asked over HTTP, and workers of
+both roles killed in turn; see soaking/deployment.py.
+
     OMP_NUM_THREADS=1 python benchmarks/soak.py [--requests N] [--kills N] [--aborts SHARE]
+        [--deployment NpMd]
 """
 
 from __future__ import annotations
@@ -23,40 +27,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tandemkv.base.errors import InvariantError
+from soaking.talks import (
+    DRIFT,
+    LIMIT_S,
+    REPORT_EVERY_S,
+    Talk,
+    Tally,
+    compared,
+    engine_config,
+    talks,
+)
+
+from tandemkv.base.errors import ConfigError, InvariantError
 from tandemkv.base.sampling import SamplingParams
 from tandemkv.kv.keys import Namespace
 from tandemkv.lab.provenance import write_figures
 from tandemkv.lab.script import count, lines, parser, run
-
-LIMIT_S = 60.0
-DRIFT = 0.01
-VOCAB = 64
-NOISE = 0.05
-"""Of the drafter's weights, relative to their own spread."""
-LENGTHS, TURN_LENGTHS, OUTPUTS = (16, 160), (4, 32), (8, 24)
-REPORT_EVERY_S = 10.0
-
-
-@dataclass(slots=True)
-class Talk:
-    """A conversation: its turns' own tokens, how much each answers, and what it has answered."""
-
-    name: str
-    turns: list[list[int]]
-    max_tokens: list[int]
-    answers: list[list[int]] = field(default_factory=list[list[int]])
-
-    def prompt(self) -> list[int]:
-        """All that was said, and the next turn."""
-        said: list[int] = []
-        for turn, answer in zip(self.turns, self.answers, strict=False):
-            said += [*turn, *answer]
-        return said + self.turns[len(self.answers)]
-
-    @property
-    def over(self) -> bool:
-        return len(self.answers) == len(self.turns)
 
 
 @dataclass(slots=True)
@@ -70,66 +56,6 @@ class Flight:
     turns: int = 0
     outputs: int = 0
     tokens: list[int] = field(default_factory=list[int])
-
-
-@dataclass(slots=True)
-class Tally:
-    """Accepted tokens and verify steps."""
-
-    accepted: int = 0
-    steps: int = 0
-
-    @property
-    def al(self) -> float:
-        return 1 + self.accepted / max(1, self.steps)
-
-
-def make_model(place: Path, noise: float, seed: int) -> Path:
-    """A random model of 4 layers; with noise, the same one with weights that are a little off."""
-    import torch
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    vocab = {f"t{i}": i for i in range(VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(place)
-    torch.manual_seed(seed)
-    shape = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
-        initializer_range=0.3, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    model: Any = LlamaForCausalLM(shape)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if noise and weight.dim() > 1:
-                weight += noise * weight.std() * torch.randn_like(weight)
-    model.save_pretrained(place)
-    return place
-
-
-def make_engine(place: Path, seed: int) -> Any:
-    from tandemkv.base.config import EngineConfig
-    from tandemkv.engine.engine import Engine
-
-    target = make_model(place / "target", 0.0, seed)
-    draft = make_model(place / "draft", NOISE, seed)
-    return Engine.from_config(
-        EngineConfig(
-            model=str(target),
-            drafter="draft_model",
-            drafter_path=str(draft),
-            num_draft_tokens=3,
-            device="cpu",
-            dtype="float32",
-            threads=1,
-            kv_cache_tokens=4096,
-            max_model_len=400,
-            max_batch_tokens=64,
-        )
-    )
 
 
 class Soak:
@@ -146,21 +72,6 @@ class Soak:
         """Requests that have ended when a prefill process is killed next."""
         self._told = time.monotonic()
 
-    # -- what is asked ----------------------------------------------------------------------------
-
-    def talks(self, part: str, num_requests: int, rng: random.Random) -> list[Talk]:
-        """Conversations of two turns, the last of one if the number is odd."""
-
-        def words(bounds: tuple[int, int]) -> list[int]:
-            return [rng.randrange(VOCAB) for _ in range(rng.randint(*bounds))]
-
-        out: list[Talk] = []
-        for start in range(0, num_requests, 2):
-            turns = [words(LENGTHS), words(TURN_LENGTHS)][: num_requests - start]
-            outputs = [rng.randint(*OUTPUTS) for _ in turns]
-            out.append(Talk(f"{part}/{len(out)}", turns, outputs))
-        return out
-
     def run(self) -> dict[str, float]:
         """The whole soak; its figures."""
         num, kills = self.args.requests, self.args.kills
@@ -168,14 +79,12 @@ class Soak:
         middle = max(0, num - 2 * edge)
         self.due = [edge + middle * (i + 1) // (kills + 1) for i in range(kills)]
         start = time.monotonic()
-        first = self.part("first", self.talks("first", edge, random.Random(self.args.seed)), False)
-        self.part("middle", self.talks("middle", middle, self.rng), True)
+        first = self.part("first", talks("first", edge, random.Random(self.args.seed)), False)
+        self.part("middle", talks("middle", middle, self.rng), True)
         waited = self.wait_for_processes()
-        last = self.part("last", self.talks("last", edge, random.Random(self.args.seed)), False)
+        last = self.part("last", talks("last", edge, random.Random(self.args.seed)), False)
         seconds = time.monotonic() - start - waited
         self.drain()
-        pairs = zip(first, last, strict=True)
-        differing = sum(a.answers != b.answers for a, b in pairs)
         al, al_last = self.tallies["first"].al, self.tallies["last"].al
         stats = self.worker.handoffs
         return {
@@ -191,11 +100,7 @@ class Soak:
             "failed": self.counts["failed"],
             "ended_twice": self.counts["ended_twice"],
             "pages_leaked": sum(usage.held for usage in self.worker.kv.usage()),
-            "conversations_compared": len(first),
-            "conversations_that_differ": differing,
-            "al_first_tenth": al,
-            "al_last_tenth": al_last,
-            "al_moved": abs(al_last / al - 1),
+            **compared(first, last, al, al_last),
         }
 
     # -- how it goes ------------------------------------------------------------------------------
@@ -330,9 +235,9 @@ def wrong(figures: dict[str, float], args: argparse.Namespace) -> list[str]:
         f"{figures[name]:g} {name}"
         for name in (
             "hung", "failed", "ended_twice", "pages_leaked", "conversations_that_differ",
-            "prefill_processes_missing",
+            "prefill_processes_missing", "workers_missing",
         )
-        if figures[name]
+        if figures.get(name)
     ]  # fmt: skip
     if figures["al_moved"] > DRIFT:
         found.append(f"AL moved by {figures['al_moved']:.2%}, more than {DRIFT:.0%}")
@@ -345,24 +250,56 @@ def wrong(figures: dict[str, float], args: argparse.Namespace) -> list[str]:
     return found
 
 
-def main(args: argparse.Namespace) -> None:
+def soak_one(config: Any, args: argparse.Namespace) -> dict[str, float]:
+    """One decode worker in this process, with prefill processes of its own."""
     from tandemkv.engine.decode import DecodeWorker
+    from tandemkv.engine.engine import Engine
 
+    worker = DecodeWorker(Engine.from_config(config), args.prefill)
+    try:
+        return Soak(worker, args).run()
+    except InvariantError as error:
+        raise SystemExit(f"soak.py: a law is broken: {error}") from None
+    finally:
+        worker.close()
+
+
+def main(args: argparse.Namespace) -> None:
+    from soaking.deployment import soak_deployment
+
+    from tandemkv.cli.disaggregate import num_workers
+
+    num = num_workers(args.deployment) if args.deployment else None
+    if num is not None and num[1] < 2 and args.kills > 1:
+        raise ConfigError(
+            f"--deployment {args.deployment}: at least two decode workers, or none can be killed"
+        )
     with tempfile.TemporaryDirectory(prefix="tandemkv-soak-") as place:
-        worker = DecodeWorker(make_engine(Path(place), args.seed), args.prefill)
-        try:
-            figures = Soak(worker, args).run()
-        except InvariantError as error:
-            raise SystemExit(f"soak.py: a law is broken: {error}") from None
-        finally:
-            worker.close()
+        config = engine_config(Path(place), args.seed)
+        figures = soak_deployment(config, num, args) if num else soak_one(config, args)
     limits = dict.fromkeys(("hung", "failed", "ended_twice", "pages_leaked"), 0.0)
     limits |= {"conversations_that_differ": 0.0, "al_moved": DRIFT}
     print(*lines(figures, limits), sep="\n")
+    failed = wrong(figures, args)
+    if num is not None:
+        print(summary(args.deployment, figures, failed))
     if args.json:
         write_figures(args.json, {**figures, "limit": DRIFT})
-    if failed := wrong(figures, args):
+    if failed:
         raise SystemExit(f"soak.py: {'; '.join(failed)}")
+
+
+def summary(deployment: str, figures: dict[str, float], failed: list[str]) -> str:
+    """One line."""
+    f = figures
+    aborted = f["aborted_waiting"] + f["aborted_decoding"]
+    return (
+        f"{deployment}: {f['requests']:g} requests, {aborted:g} aborted,"
+        f" {f['killed_prefill']:g} prefill and {f['killed_decode']:g} decode workers killed;"
+        f" {f['streams_cut_by_a_kill']:g} streams cut, {f['failed']:g} failed, {f['hung']:g} hung,"
+        f" {f['pages_leaked']:g} pages leaked; AL {f['al_first_tenth']:.3f} ->"
+        f" {f['al_last_tenth']:.3f}: {'failed' if failed else 'all within limits'}"
+    )
 
 
 def number(text: str) -> int:
@@ -387,6 +324,7 @@ def options() -> argparse.ArgumentParser:
     add("--requests", type=count, default=2000, help="requests in all (default: %(default)s)")
     add("--kills", type=number, default=2, help="processes to kill (default: %(default)s)")
     add("--aborts", type=share, default=0.05, help="share to abort (default: %(default)s)")
+    add("--deployment", metavar="NpMd", help="over HTTP: N prefill and M decode workers, a router")
     add("--prefill", type=count, default=2, help="prefill processes (default: %(default)s)")
     add("--in-flight", type=count, default=8, help="requests at a time (default: %(default)s)")
     add("--seed", type=int, default=1, help="of model, prompts and aborts (default: %(default)s)")

@@ -336,7 +336,12 @@ def options() -> argparse.ArgumentParser:
     add("--layers", type=count, default=32, help="target layers (default: %(default)s)")
     add("--repeat", type=count, default=15, help="rounds of each (default: %(default)s)")
     add("--orders", default=",".join(PAGES), help="which page orders (default: %(default)s)")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
+    add(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu tries the script where there is no GPU (default: %(default)s)",
+    )
     return found
 
 

@@ -11,7 +11,7 @@ drains refuses connections and goes on writing. Pure but for the log: times are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import msgspec
@@ -185,9 +185,10 @@ class Fleet:
         """A worker answered; it is used if it fits the role it was named for, and the others."""
         worker.heard_from(info, asked_at, now, self._wrong(worker, info))
 
-    def why_none(self) -> str:
-        """Why no decode worker can be had, worker by worker."""
-        return "; ".join(f"{w.url} {w.reason}" for w in self.workers if w.role == "decode")
+    def why_none(self, besides: Container[str] = ()) -> str:
+        """Why no decode worker can be had, worker by worker; besides: URLs that were tried."""
+        rest = [w for w in self.workers if w.role == "decode" and w.url not in besides]
+        return "; ".join(f"{w.url} {w.reason or 'was not tried'}" for w in rest)
 
     def _wrong(self, worker: Worker, info: Info) -> str:
         if info.role != worker.role:

@@ -149,7 +149,8 @@ class Relay(Response):
         if not causes:
             return f"no decode worker is alive: {self._dispatch.fleet.why_none()}"
         tried = "; ".join(f"{url}: {cause}" for url, cause in causes.items())
-        return f"no decode worker answered: {tried}"
+        others = self._dispatch.fleet.why_none(causes)
+        return f"no decode worker answered: {tried}{others and f'; {others}'}"
 
     def _let_down(self, worker: Worker, error: Failed) -> None:
         worker.failed(now())

@@ -18,6 +18,7 @@ from tandemkv.base.config import EngineConfig
 from tandemkv.base.errors import ConfigError
 from tandemkv.engine.processes import Child, Places
 from tandemkv.serve.address import bind
+from tandemkv.serve.http import HttpServer
 from tandemkv.serve.router import Router, router_server
 from tandemkv.serve.worker import LOCALHOST, ServingOptions
 from tandemkv.transfer.offer import WorkerRole
@@ -72,14 +73,21 @@ class Together:
 
         Raises ConfigError if one ends before that.
         """
-        router = Router(self.urls(WorkerRole.PREFILL), self.urls(WorkerRole.DECODE))
         try:
-            self._await_workers()
-            self._thread.start()
-            server = router_server(router, at, grace_s=grace_s)
+            server = self.server(at, grace_s=grace_s)
             server.run_shown(lambda url: f"serving on {url}/v1 ({about})")
         finally:
             self.close()
+
+    def server(self, at: socket.socket, *, grace_s: float) -> HttpServer:
+        """Their router's server, once every worker answers; they are looked after from then on.
+
+        Raises ConfigError if one ends before that.
+        """
+        router = Router(self.urls(WorkerRole.PREFILL), self.urls(WorkerRole.DECODE))
+        self._await_workers()
+        self._thread.start()
+        return router_server(router, at, grace_s=grace_s)
 
     def close(self) -> None:
         """End the workers."""
