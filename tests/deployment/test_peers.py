@@ -35,6 +35,9 @@ def test_a_frame_that_is_lost_or_comes_twice_costs_time_alone(
     prompt = deployment.prompt()
     assert_right(deployment.ask(prompt), plain(prompt, 16))
     deployment.taker(role, order)
+    start = time.monotonic()
+    deployment.settle()
+    assert time.monotonic() - start < PATIENCE_S  # by words, not because time ran out
     assert deployment.fetched == before + 1
 
 
@@ -91,7 +94,7 @@ def test_a_prefill_worker_that_stopped_is_killed_in_the_end(deployment: Any, pla
     stopped.kill()
 
 
-@pytest.mark.parametrize("moment", ["hear Accept", "hear Chunk", "step"])
+@pytest.mark.parametrize("moment", ["hear Accept", "hear Chunk", "hear Delivered", "step"])
 def test_a_decode_worker_that_stops_costs_no_request_and_may_go_on(
     deployment: Any, plain: Any, moment: str
 ) -> None:
@@ -102,7 +105,8 @@ def test_a_decode_worker_that_stops_costs_no_request_and_may_go_on(
     stopped = deployment.taker("decode", order)
     assert_right(answer, plain(prompt, 16))
     assert LOST_S / 2 < answer.seconds < LIMIT_S / 2
-    for worker in deployment.of("prefill") if moment == "step" else ():
+    landed = moment in ("hear Delivered", "step")
+    for worker in deployment.of("prefill") if landed else ():
         until(lambda w=worker: w.idle, f"{worker.name} holds nothing", worker)
     stopped.signal(signal.SIGCONT)
     deployment.whole()
