@@ -44,8 +44,8 @@ def drafter_of(name: str, target: Target, k: int) -> Drafter | None:
         from tandemkv.model.draft_lm import DraftModel
 
         weights = next(target.model.parameters())
-        twin = drafting.tiny_target(TARGET_SEED)
-        twin.model.to(weights.device, weights.dtype)
+        model = drafting.tiny_target(TARGET_SEED).model.to(weights.device, weights.dtype)
+        twin = Target(model, fingerprint="the target's twin")  # packed for the device it is on
         return DraftModel(target, twin, num_draft_tokens=k)
     if name == "ngram":
         from tandemkv.model.ngram import Ngram
